@@ -1,0 +1,1 @@
+"""Finding an upstream ComfyUI tree and turning it into the fork."""
