@@ -3,6 +3,7 @@
 import os
 import subprocess
 from pathlib import Path
+from typing import IO
 
 from .errors import ToolError
 
@@ -21,14 +22,16 @@ def environment() -> dict[str, str]:
     return env | {"LC_ALL": "C.UTF-8", "GIT_TERMINAL_PROMPT": "0", "GIT_OPTIONAL_LOCKS": "0"}
 
 
-def attempt(*args: str, cwd: Path | None = None, timeout: float = TIMEOUT) -> subprocess.CompletedProcess[str]:
+def attempt(
+    *args: str, cwd: Path | None = None, timeout: float = TIMEOUT, stdin: IO[bytes] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Runs git and returns what happened, whatever the exit code. Raises `ToolError` without git or after `timeout` seconds."""
     try:
         return subprocess.run(
             ["git", *args],
             cwd=cwd,
             env=environment(),
-            stdin=subprocess.DEVNULL,
+            stdin=stdin or subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             encoding="utf-8",
@@ -43,9 +46,9 @@ def attempt(*args: str, cwd: Path | None = None, timeout: float = TIMEOUT) -> su
         raise ToolError(f"git {args[0]} did not end within {timeout:.0f} seconds") from error
 
 
-def run(*args: str, cwd: Path | None = None, timeout: float = TIMEOUT) -> str:
+def run(*args: str, cwd: Path | None = None, timeout: float = TIMEOUT, stdin: IO[bytes] | None = None) -> str:
     """Runs git and returns its output. Raises `ToolError` with git's own words when it fails."""
-    done = attempt(*args, cwd=cwd, timeout=timeout)
+    done = attempt(*args, cwd=cwd, timeout=timeout, stdin=stdin)
     if done.returncode:
         said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
         raise ToolError(f"git {' '.join(args[:2])} failed in {cwd or Path.cwd()}: {said}")

@@ -85,8 +85,11 @@ def find(upstream: Path | None, release: str | None, *, force: bool = False, pro
     return obtain.obtain(normalize(release or DEFAULT_RELEASE), progress=progress)
 
 
-def checkout(path: Path, *, force: bool = False) -> Source:
-    """The user's own tree at `path`, after checking that it is pristine. It is read, never written."""
+def checkout(path: Path, *, force: bool = False, clean: bool = True) -> Source:
+    """The user's own tree at `path`, after checking that the series is not in it, and with `clean` that nothing in it is changed.
+
+    It is read, never written.
+    """
     path = path.expanduser().resolve()
     version = version_of(path)
     by = patched_by(path)
@@ -94,7 +97,7 @@ def checkout(path: Path, *, force: bool = False) -> Source:
         raise UpstreamError(
             f"{path} already has the series in it, applied by comfy_multiproc {by}: give a checkout without it, or --force to build it anew"
         )
-    if (path / ".git").exists():
+    if clean and (path / ".git").exists():
         changed = git.run("status", "--porcelain", "--untracked-files=no", cwd=path).splitlines()
         if changed:
             names = ", ".join(line[3:] for line in changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")

@@ -1,0 +1,68 @@
+"""The series as git commits, written in one ``git fast-import`` stream, so that no index and no work tree is touched."""
+
+import os
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from . import git
+from .plan import Plan
+
+AUTHOR = "ComfyUI Multiproc <comfyui-multiproc@localhost>"
+EPOCH = 1767225600
+"""The date of built commits (2026-01-01), the same on every machine, so that the same series gives the same commits."""
+
+
+@dataclass(frozen=True)
+class Commits:
+    """A base commit and the commits of the series on top of it, in order."""
+
+    base: str
+    series: tuple[str, ...]
+
+    @property
+    def head(self) -> str:
+        return self.series[-1]
+
+
+def write(repository: Path, plan: Plan, base: str | Iterable[str], *, ref: str, author: str | None = None) -> Commits:
+    """Writes the commits of `plan` into `repository` and points `ref` at the last.
+
+    `base` is the commit to stand on, or the paths below `plan.root` of which a first commit is made. With an `author`
+    ("Name <mail>") the commits are dated now, else at a fixed date.
+    """
+    who = author or AUTHOR
+    when = int(time.time()) if author else EPOCH
+    with tempfile.TemporaryFile() as stream, tempfile.TemporaryDirectory() as work:
+        if not isinstance(base, str):
+            _commit(stream, ref, 1, f"ComfyUI {plan.version}\n", AUTHOR, EPOCH)
+            for name in base:
+                _file(stream, plan.root, name, (plan.root / name).read_bytes())
+        for order, patch in enumerate(plan.patches):
+            _commit(stream, ref, order + 2, patch.message, who, when, base if order == 0 and isinstance(base, str) else "")
+            for name, data in plan.changed(order).items():
+                _file(stream, plan.root, name, data)
+        stream.write(b"done\n")
+        stream.seek(0)
+        marks = Path(work, "marks")
+        git.run("fast-import", "--quiet", "--done", "--force", f"--export-marks={marks}", cwd=repository, stdin=stream)
+        numbers = dict(line.split() for line in marks.read_text("ascii").splitlines())
+    return Commits(base if isinstance(base, str) else numbers[":1"], tuple(numbers[f":{order + 2}"] for order in range(len(plan.patches))))
+
+
+def _commit(stream: IO[bytes], ref: str, mark: int, message: str, who: str, when: int, start: str = "") -> None:
+    text = message.encode()
+    stream.write(f"commit {ref}\nmark :{mark}\nauthor {who} {when} +0000\ncommitter {who} {when} +0000\ndata {len(text)}\n".encode() + text + b"\n")
+    if start:
+        stream.write(f"from {start}\n".encode())
+
+
+def _file(stream: IO[bytes], root: Path, name: str, data: bytes) -> None:
+    mode = b"100755" if os.access(root / name, os.X_OK) else b"100644"
+    path = os.fsencode(name)
+    if path.startswith(b'"') or b"\n" in path:
+        path = b'"' + path.replace(b"\\", b"\\\\").replace(b'"', b'\\"').replace(b"\n", b"\\n") + b'"'
+    stream.write(b"M " + mode + b" inline " + path + b"\ndata " + str(len(data)).encode() + b"\n" + data + b"\n")

@@ -1,0 +1,155 @@
+"""The patch series as written: one TOML file per patch in ``patches/``, applied in the order of their names.
+
+    subject = "model_management: ask other processes in the eviction ladder"
+    body = "why, for a maintainer; what stays the same when nobody registers"
+    rows = [2, 9, 17]                      # rows of the specification that the patch serves
+
+    [[insert]]
+    file = "comfy/model_management.py"
+    scope = "free_memory"                  # where, what, within, pick: see anchors.py
+    where = "after"
+    what = "assign can_unload_sorted"
+    since = "0.17.0"                       # the mechanism does not exist before; until: no longer from there on
+    code = "..."
+
+    [[add]]
+    path = "comfy/process_memory"          # new files, taken from this tree
+    exclude = ["testing"]                  # names below it that stay behind
+"""
+
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from .anchors import Anchor, AnchorError, check
+from .errors import ForkError
+
+PROJECT = Path(__file__).resolve().parents[2]
+"""The folder that holds the packages which patches add to a tree: the checkout, or site-packages."""
+
+JUNK = ("__pycache__", ".DS_Store")
+
+
+class SeriesError(ForkError):
+    """A patch file that cannot be used; the message names the file and the entry."""
+
+
+@dataclass(frozen=True)
+class Insert:
+    """Lines of ours at one anchor."""
+    anchor: Anchor
+    code: str
+    since: str = ""
+    until: str = ""
+
+    def exists_in(self, version: str) -> bool:
+        """Whether the mechanism that this hooks exists in that release."""
+        number = version_number(version)
+        return not (self.since and number < version_number(self.since)) and not (self.until and number >= version_number(self.until))
+
+
+@dataclass(frozen=True)
+class Add:
+    """A file or folder of ours that upstream does not have."""
+    path: str
+    exclude: tuple[str, ...] = ()
+
+    def files(self) -> Iterator[tuple[str, bytes]]:
+        """Path in the tree and content, sorted."""
+        top = PROJECT / self.path
+        for file in sorted(top.rglob("*")) if top.is_dir() else [top]:
+            inner = file.relative_to(top).parts
+            if file.is_file() and file.suffix != ".pyc" and not any(part in (*JUNK, *self.exclude) for part in inner):
+                yield file.relative_to(PROJECT).as_posix(), file.read_bytes()
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One commit of the series."""
+    name: str
+    subject: str
+    body: str
+    rows: tuple[int, ...]
+    inserts: tuple[Insert, ...]
+    adds: tuple[Add, ...]
+
+    @property
+    def message(self) -> str:
+        return f"{self.subject}\n\n{self.body.strip()}\n"
+
+
+def version_number(version: str) -> tuple[int, ...]:
+    """``0.30.0`` as numbers; whatever follows the digits of a part is left out."""
+    numbers = []
+    for part in version.split("."):
+        digits = part[:len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)
+
+
+def folder() -> Path:
+    """Where the patch files are: in the checkout, or inside the installed package."""
+    packaged = Path(__file__).with_name("patches")
+    return packaged if packaged.is_dir() else PROJECT / "patches"
+
+
+def load(where: Path | None = None) -> list[Patch]:
+    """The whole series in order. Raises SeriesError."""
+    where = where or folder()
+    patches = [read(path) for path in sorted(where.glob("*.toml"))]
+    if not patches:
+        raise SeriesError(f"no patch files in {where}: the checkout is incomplete, get it again with git")
+    return patches
+
+
+def read(path: Path) -> Patch:
+    """One patch file. Raises SeriesError."""
+    try:
+        data = tomllib.loads(path.read_text("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SeriesError(f"patch {path.name} is not TOML: {error}") from error
+    known(path, "", data, {"subject", "body", "rows", "insert", "add"}, {"subject", "body"})
+    inserts = tuple(read_insert(path, index, entry) for index, entry in enumerate(data.get("insert", []), 1))
+    adds = tuple(read_add(path, index, entry) for index, entry in enumerate(data.get("add", []), 1))
+    if not inserts and not adds:
+        raise SeriesError(f"patch {path.name} neither inserts nor adds anything")
+    rows = data.get("rows", [])
+    if not isinstance(rows, list) or not all(isinstance(row, int) and 1 <= row <= 42 for row in rows):
+        raise SeriesError(f"patch {path.name}: rows is a list of numbers from 1 to 42")
+    return Patch(path.stem, data["subject"], data["body"], tuple(rows), inserts, adds)
+
+
+def read_insert(path: Path, index: int, entry: dict[str, Any]) -> Insert:
+    place = f"insert {index}"
+    anchor_keys = {field.name for field in fields(Anchor)}
+    known(path, place, entry, {*anchor_keys, "since", "until", "code"}, {"file", "where", "code"})
+    if not all(isinstance(value, str) for value in entry.values()):
+        raise SeriesError(f"patch {path.name}, {place}: every value is a string")
+    anchor = Anchor(**{key: value for key, value in entry.items() if key in anchor_keys})
+    try:
+        check(anchor)
+    except AnchorError as error:
+        raise SeriesError(f"patch {path.name}, {place}: {error}") from error
+    code = entry["code"].strip("\n")
+    if not code.strip():
+        raise SeriesError(f"patch {path.name}, {place}: code is empty")
+    return Insert(anchor, code, entry.get("since", ""), entry.get("until", ""))
+
+
+def read_add(path: Path, index: int, entry: dict[str, Any]) -> Add:
+    known(path, f"add {index}", entry, {"path", "exclude"}, {"path"})
+    if not (PROJECT / entry["path"]).exists():
+        raise SeriesError(f"patch {path.name}, add {index}: there is no {entry['path']} in {PROJECT}")
+    return Add(entry["path"], tuple(entry.get("exclude", ())))
+
+
+def known(path: Path, place: str, entry: dict[str, Any], allowed: set[str], needed: set[str]) -> None:
+    name = f"patch {path.name}" + (f", {place}" if place else "")
+    if unknown := sorted(set(entry) - allowed):
+        raise SeriesError(f"{name}: unknown key {unknown[0]}; known are {', '.join(sorted(allowed))}")
+    if missing := sorted(needed - set(entry)):
+        raise SeriesError(f"{name}: {missing[0]} is missing")
