@@ -142,6 +142,9 @@ class ProcessMemoryProvider(ABC):
     """
 
     api_version: tuple[int, int] = API_VERSION
+    inline_counting: bool = False
+    """True promises that counting takes microseconds and no lock that anything slow is done under. Core then counts
+    on its own thread; without the promise it does so on a helper thread, which it can walk away from."""
     pid: int | None = None
     """The process's id, where it has one on this machine."""
 

@@ -1,0 +1,28 @@
+"""The memory of other processes, as ComfyUI's memory management consults it.
+
+Whoever holds memory in another process registers a :class:`ProcessMemoryProvider` for it. The functions here are
+what ComfyUI's own code calls at its decisions. With no provider registered each of them is one test.
+"""
+from collections.abc import Callable
+
+from . import claims, devices, registry
+from .provider import (API_VERSION, DEADLINE, Candidate, DeviceUsage, Kind, Outcome, ProcessMemoryProvider, RamUsage,
+                       Reason, Receipt, ReleaseRequest)
+from .registry import register as register_process_memory_provider
+from .registry import serving
+from .registry import unregister as unregister_process_memory_provider
+
+__all__ = [
+    "API_VERSION", "DEADLINE", "Candidate", "DeviceUsage", "Kind", "Outcome", "ProcessMemoryProvider", "RamUsage",
+    "Reason", "Receipt", "ReleaseRequest", "changed", "claims", "devices", "on_change",
+    "register_process_memory_provider", "registry", "serving", "unregister_process_memory_provider",
+]
+
+on_change: Callable[[], None] | None = None
+"""Called on the execution thread after what this process holds has changed; set by the runtime that publishes it."""
+
+
+def changed() -> None:
+    """What this process holds has changed."""
+    if on_change is not None:
+        on_change()
