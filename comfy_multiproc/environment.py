@@ -143,7 +143,7 @@ class Environment:
         done = process.watch([sys.executable, "-m", "venv", "--clear", self.folder], timeout=600)
         if done.returncode or not self.works():
             shutil.rmtree(self.folder, ignore_errors=True)
-            raise ToolError(f"cannot make a Python environment in {self.folder}{_full(done)}\n{done.errors()}")
+            raise ToolError(f"cannot make a Python environment in {self.folder}{' because the disk is full' * done.disk_full}\n{done.errors()}")
 
     def missing(self, requirements: Sequence[str]) -> list[str]:
         """Those of `requirements`, and of what they need, that are not installed in a version that will do."""
@@ -176,7 +176,7 @@ class Environment:
         )
         if done.returncode:
             raise ToolError(
-                f"pip could not install what is needed{_full(done)}; what it did install stays, and the next run goes on from there\n{done.errors()}"
+                f"pip could not install what is needed{' because the disk is full' * done.disk_full}; what it did install stays, and the next run goes on from there\n{done.errors()}"
             )
         return True
 
@@ -202,7 +202,3 @@ class Environment:
 
 
 _WORTH_SHOWING = ("Collecting", "Downloading", "Using", "Building", "Installing", "Preparing")
-
-
-def _full(done: process.Finished) -> str:
-    return ": the disk is full" if any("No space left on device" in line for line in done.tail) else ""

@@ -46,6 +46,11 @@ def explain_os_error(error: OSError, path: str | os.PathLike[str]) -> TargetErro
     return TargetError(f"cannot write {os.fspath(path)}: {why}")
 
 
+def says_disk_full(text: str) -> bool:
+    """Whether a program's messages say that the disk is full."""
+    return "No space left on device" in text or "Out of diskspace" in text or "Disk quota exceeded" in text
+
+
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
     """Turns an OSError of the body into a `TargetError` that names `path`."""

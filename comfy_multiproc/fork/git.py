@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 from typing import IO
 
-from .errors import ToolError
+from .errors import TargetError, ToolError, says_disk_full
 
 TIMEOUT = 900.0
 """Seconds after which a git command is given up: long enough for a clone over a slow line."""
@@ -47,9 +47,11 @@ def attempt(
 
 
 def run(*args: str, cwd: Path | None = None, timeout: float = TIMEOUT, stdin: IO[bytes] | None = None) -> str:
-    """Runs git and returns its output. Raises `ToolError` with git's own words when it fails."""
+    """Runs git and returns its output. Raises `ToolError` with git's own words when it fails, `TargetError` on a full disk."""
     done = attempt(*args, cwd=cwd, timeout=timeout, stdin=stdin)
     if done.returncode:
+        if says_disk_full(done.stderr):
+            raise TargetError(f"cannot write {cwd or Path.cwd()}: the disk is full; free some space there or choose another folder")
         said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
         raise ToolError(f"git {' '.join(args[:2])} failed in {cwd or Path.cwd()}: {said}")
     return done.stdout

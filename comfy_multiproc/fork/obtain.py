@@ -13,7 +13,7 @@ import venv
 from pathlib import Path, PurePosixPath
 
 from . import cache, git, process
-from .errors import ToolError, UpstreamError, writing
+from .errors import TargetError, ToolError, UpstreamError, writing
 from .upstream import PACKAGE, PINNED, Pin, Progress, Source, version_of
 
 REPOSITORY = "https://github.com/Comfy-Org/ComfyUI.git"
@@ -130,8 +130,8 @@ def _download(pin: Pin, work: Path) -> None:
             f"the download of {PACKAGE} {pin.version} is truncated or altered and was thrown away: try again, or give a checkout of your own "
             f"with --upstream\n{said}"
         )
-    if "No space left on device" in said:
-        raise UpstreamError(f"the disk is full: free some space for {cache.folder()} or for temporary files\n{said}")
+    if done.disk_full:
+        raise TargetError(f"the disk is full: free some space for {cache.folder()} or for temporary files")
     raise UpstreamError(
         f"cannot download {PACKAGE} {pin.version} with pip: check the network, and pip's proxy and index settings, or give a checkout of your own "
         f"with --upstream\n{said}"
@@ -199,6 +199,8 @@ def _from_clone(release: str, progress: Progress) -> Source:
             if shutil.which("git") is None:
                 raise ToolError(f"git was not found, and ComfyUI {release} is obtained with it: install git, or choose one of {_pinned()}") from error
             raise
+        if done.disk_full:
+            raise TargetError(f"the disk is full: free some space for {cache.folder()}")
         if done.returncode:
             raise UpstreamError(_why_no_clone(release, done))
         version_of(new / "ComfyUI")
@@ -213,8 +215,6 @@ def _why_no_clone(release: str, done: process.Finished) -> str:
     said = done.errors()
     if "Remote branch" in said and "not found" in said:
         return f"ComfyUI has no release {release}: see its release page, or choose one of {_pinned()}"
-    if "No space left on device" in said:
-        return f"the disk is full: free some space for {cache.folder()}\n{said}"
     return f"cannot clone ComfyUI {release} from {REPOSITORY}: check the network, or give a checkout of your own with --upstream\n{said}"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import ToolError
+from .errors import ToolError, says_disk_full
 
 TAIL = 200
 """Lines of output kept for an error message."""
@@ -21,9 +21,14 @@ class Finished:
     returncode: int
     tail: list[str]
 
+    @property
+    def disk_full(self) -> bool:
+        """Whether it failed because the disk is full."""
+        return self.returncode != 0 and says_disk_full("\n".join(self.tail))
+
     def errors(self, limit: int = 6) -> str:
         """The lines that say what went wrong, else simply the last ones; at most `limit`."""
-        found = [line for line in self.tail if line.lower().lstrip().startswith(("error", "fatal"))]
+        found = [line for line in self.tail if line.lower().lstrip().startswith(("error:", "fatal:")) and line != "ERROR: Exception:"]
         return "\n".join((found or self.tail)[-limit:]) or f"exit code {self.returncode}"
 
 

@@ -64,10 +64,10 @@ def version_of(path: Path) -> str:
 
 
 def patched_by(path: Path) -> str | None:
-    """The version of this project whose series is already in the tree at `path`, "unknown", or None."""
+    """The version of this project whose series is already in the tree at `path`, "of an unknown version", or None."""
     if not (path / "comfy" / "process_memory").exists():
         return None
-    return _constant(path / "comfy_multiproc" / "__init__.py", "__version__") or "unknown"
+    return _constant(path / "comfy_multiproc" / "__init__.py", "__version__") or "of an unknown version"
 
 
 def find(upstream: Path | None, release: str | None, *, force: bool = False, progress: Progress = lambda line: None) -> Source:
@@ -95,7 +95,7 @@ def checkout(path: Path, *, force: bool = False, clean: bool = True) -> Source:
     by = patched_by(path)
     if by is not None and not force:
         raise UpstreamError(
-            f"{path} already has the series in it, applied by comfy_multiproc {by}: give a checkout without it, or --force to build it anew"
+            f"{path} already has the series in it (comfy_multiproc {by}): give a checkout without it, or --force to build it anew"
         )
     if clean and (path / ".git").exists():
         changed = git.run("status", "--porcelain", "--untracked-files=no", cwd=path).splitlines()
