@@ -1,0 +1,139 @@
+"""Patch files: what is read from them, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from comfy_multiproc.fork import plan, series
+from comfy_multiproc.fork.series import SeriesError, version_number
+
+GOOD = '''
+subject = "a: b"
+body = "why"
+rows = [1, 42]
+
+[[insert]]
+file = "a.py"
+where = "after"
+what = "assign x"
+code = """
+    if x:
+        hook()
+"""
+'''
+
+
+def write(folder: Path, text: str, name: str = "01-first.toml") -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def make_tree(root: Path, **files: str) -> Path:
+    for name, text in files.items():
+        (root / name.replace("__", ".")).write_bytes(text.encode())
+    return root
+
+
+def test_reads_in_the_order_of_names(tmp_path):
+    write(tmp_path, GOOD.replace("a: b", "second"), "02-b.toml")
+    write(tmp_path, GOOD, "01-a.toml")
+    patches = series.load(tmp_path)
+    assert [(patch.name, patch.subject, patch.rows) for patch in patches] == [("01-a", "a: b", (1, 42)), ("02-b", "second", (1, 42))]
+    assert patches[0].message == "a: b\n\nwhy\n"
+
+
+@pytest.mark.parametrize(("old", "new", "message"), [
+    ('subject = "a: b"', "", "subject is missing"),
+    ('file = "a.py"', "", "insert 1: file is missing"),
+    ('what = "assign x"', 'waht = "assign x"', "insert 1: unknown key waht"),
+    ('what = "assign x"', 'what = "asign x"', "insert 1: what = \"asign x\" begins with none of"),
+    ("rows = [1, 42]", "rows = [43]", "rows is a list of numbers from 1 to 42"),
+    ("rows = [1, 42]", "rows = [", "is not TOML"),
+    ("    if x:\n        hook()", "", "insert 1: code is empty"),
+    ("[[insert]]", '[[add]]\npath = "comfy/nowhere"\n\n[[insert]]', "add 1: there is no comfy/nowhere"),
+    ("where = \"after\"", "where = 3", "insert 1: every value is a string"),
+])
+def test_refuses_a_patch_file(tmp_path, old, new, message):
+    assert old in GOOD
+    write(tmp_path, GOOD.replace(old, new))
+    with pytest.raises(SeriesError, match=message) as caught:
+        series.load(tmp_path)
+    assert "01-first.toml" in str(caught.value)
+
+
+def test_refuses_an_empty_series(tmp_path):
+    with pytest.raises(SeriesError, match="no patch files"):
+        series.load(tmp_path)
+
+
+@pytest.mark.parametrize(("text", "number"), [("0.30.0", (0, 30, 0)), ("0.33", (0, 33)), ("1.2.3rc1", (1, 2, 3)), ("0.31.0-dev+g12", (0, 31, 0))])
+def test_version_number(text, number):
+    assert version_number(text) == number
+
+
+@pytest.mark.parametrize(("since", "until", "exists"), [("", "", True), ("0.30.0", "", True), ("0.31.0", "", False), ("", "0.30.0", False), ("0.18.0", "0.31.0", True)])
+def test_since_and_until(since, until, exists):
+    insert = series.Insert(anchor=None, code="x", since=since, until=until)
+    assert insert.exists_in("0.30.0") is exists
+
+
+def test_plan_leaves_out_what_a_release_lacks(tmp_path):
+    write(tmp_path / "p", GOOD + 'since = "0.31.0"\n')
+    made = plan.make_plan(make_tree(tmp_path, a__py="x = 1\n"), "0.30.0", series.load(tmp_path / "p"))
+    assert made.ok and [result.status for result in made.results] == ["absent"] and made.changed(0) == {}
+
+
+def test_plan_names_patch_file_function_anchor_and_release(tmp_path):
+    write(tmp_path / "p", GOOD.replace('what = "assign x"', 'what = "assign x"\nscope = "f"'))
+    made = plan.make_plan(make_tree(tmp_path, a__py="def f():\n    x = 1\n    x = 2\n"), "0.30.0", series.load(tmp_path / "p"))
+    with pytest.raises(plan.PlanError) as caught:
+        made.require_ok()
+    for part in ("patch 01-first", "a.py in f", "after `assign x`", "matches 2 times", "line 2: x = 1", "ComfyUI 0.30.0", "nothing was written"):
+        assert part in str(caught.value)
+
+
+def test_plan_refuses_a_file_that_is_not_there(tmp_path):
+    write(tmp_path / "p", GOOD)
+    made = plan.make_plan(tmp_path, "0.30.0", series.load(tmp_path / "p"))
+    assert made.results[0].message == "cannot read the file: no such file or directory"
+
+
+def test_plan_refuses_code_that_does_not_compile(tmp_path):
+    write(tmp_path / "p", GOOD.replace("hook()", "hook("))
+    made = plan.make_plan(make_tree(tmp_path, a__py="x = 1\n"), "0.30.0", series.load(tmp_path / "p"))
+    assert not made.ok and "does not compile" in made.results[0].message
+
+
+def test_plan_refuses_what_is_not_additive(tmp_path, monkeypatch):
+    """An engine that changed an upstream byte is caught before anything is written."""
+    write(tmp_path / "p", GOOD)
+    honest = plan.render
+    monkeypatch.setattr(plan, "render", lambda source, hooks: honest(source, hooks).replace(b"x = 1", b"x = 2"))
+    made = plan.make_plan(make_tree(tmp_path, a__py="x = 1\n"), "0.30.0", series.load(tmp_path / "p"))
+    assert not made.ok and "not additive" in made.results[0].message
+
+
+def test_each_prefix_of_the_series_is_resolved_on_the_pristine_file(tmp_path):
+    """A hook that assigns the very name a later anchor looks for does not confuse it."""
+    write(tmp_path / "p", GOOD.replace("hook()", "x = 3"), "01-a.toml")
+    write(tmp_path / "p", GOOD, "02-b.toml")
+    made = plan.make_plan(make_tree(tmp_path, a__py="x = 1\ny = 2\n"), "0.30.0", series.load(tmp_path / "p"))
+    assert made.ok
+    assert made.changed(0)["a.py"] == b"x = 1\nif x:\n    x = 3\ny = 2\n"
+    assert made.changed(1)["a.py"] == b"x = 1\nif x:\n    x = 3\nif x:\n    hook()\ny = 2\n"
+
+
+def test_plan_refuses_to_add_what_upstream_has(tmp_path, monkeypatch):
+    monkeypatch.setattr(series, "PROJECT", tmp_path / "ours")
+    (tmp_path / "ours" / "comfy").mkdir(parents=True)
+    (tmp_path / "ours" / "comfy" / "new.py").write_text("a = 1\n")
+    write(tmp_path / "p", 'subject = "s"\nbody = "b"\n[[add]]\npath = "comfy/new.py"\n')
+    (tmp_path / "up" / "comfy").mkdir(parents=True)
+    made = plan.make_plan(tmp_path / "up", "0.30.0", series.load(tmp_path / "p"))
+    assert made.ok and made.changed(0) == {"comfy/new.py": b"a = 1\n"}
+    (tmp_path / "up" / "comfy" / "new.py").write_text("b = 1\n")
+    made = plan.make_plan(tmp_path / "up", "0.30.0", series.load(tmp_path / "p"))
+    with pytest.raises(plan.PlanError, match="adds comfy/new.py, which ComfyUI 0.30.0 already has"):
+        made.require_ok()

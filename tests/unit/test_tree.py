@@ -1,0 +1,298 @@
+"""Building, updating, applying and exporting, on a small tree with git."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from comfy_multiproc.fork import commits, git, series, tree
+from comfy_multiproc.fork.errors import ForkError, TargetError, UpstreamError
+from comfy_multiproc.fork.plan import PlanError
+from comfy_multiproc.fork.upstream import Source, checkout
+
+PATCH = '''
+subject = "model_management: {name}"
+body = "why"
+[[insert]]
+file = "comfy/model_management.py"
+where = "after"
+what = "assign x"
+code = "hook_{name} = 1"
+'''
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A series of two patches and the file that the first one adds."""
+    ours = tmp_path / "ours"
+    (ours / "comfy" / "process_memory").mkdir(parents=True)
+    (ours / "comfy" / "process_memory" / "provider.py").write_text("API = 1\n")
+    (ours / "comfy" / "process_memory" / "__pycache__").mkdir()
+    (ours / "comfy" / "process_memory" / "__pycache__" / "x.pyc").write_bytes(b"0")
+    (ours / "patches").mkdir()
+    (ours / "patches" / "01-a.toml").write_text(PATCH.format(name="a") + '[[add]]\npath = "comfy/process_memory"\n')
+    (ours / "patches" / "02-b.toml").write_text(PATCH.format(name="b"))
+    monkeypatch.setattr(series, "PROJECT", ours)
+    monkeypatch.setattr(series, "folder", lambda: ours / "patches")
+    monkeypatch.setenv("COMFY_MULTIPROC_CACHE", str(tmp_path / "cache"))
+    return ours
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """An upstream tree that is not in git, with things in it that are a person's own."""
+    root = tmp_path / "Käse und Brot" / "ComfyUI"
+    (root / "comfy").mkdir(parents=True)
+    (root / "main.py").write_text("pass\n")
+    (root / "comfyui_version.py").write_text('__version__ = "0.30.0"\n')
+    (root / "comfy" / "model_management.py").write_bytes(b"# caf\xc3\xa9\r\nx = 1\r\ny = 2\r\n")
+    (root / ".gitignore").write_text("/models/\n/output/\n")
+    (root / "models" / "vae").mkdir(parents=True)
+    (root / "models" / "vae" / "put_vae_here").touch()
+    (root / "models" / "vae" / "mine.safetensors").write_bytes(b"weights")
+    (root / "run.sh").write_text("true\n")
+    os.chmod(root / "run.sh", 0o755)
+    return root
+
+
+@pytest.fixture
+def repository(plain):
+    git.run("init", "-q", "-b", "master", cwd=plain)
+    git.run("config", "user.name", "Somebody", cwd=plain)
+    git.run("config", "user.email", "somebody@example.com", cwd=plain)
+    git.run("add", "-A", cwd=plain)
+    git.run("commit", "-q", "-m", "upstream", cwd=plain)
+    return plain
+
+
+def snapshot(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def series_of(path: Path) -> list[str]:
+    return git.run("log", "--reverse", "--format=%s", cwd=path).splitlines()
+
+
+def test_builds_a_commit_per_patch_from_a_plain_folder(project, plain, tmp_path):
+    before = snapshot(plain)
+    built = tree.build(checkout(plain), tmp_path / "fork")
+    assert not built.reused
+    assert series_of(built.path) == ["ComfyUI 0.30.0", "model_management: a", "model_management: b"]
+    assert (built.path / "comfy/model_management.py").read_bytes() == b"# caf\xc3\xa9\r\nx = 1\r\nhook_a = 1\r\nhook_b = 1\r\ny = 2\r\n"
+    assert (built.path / "comfy/process_memory/provider.py").exists() and not (built.path / "comfy/process_memory/__pycache__").exists()
+    assert git.run("diff", "--numstat", built.base, built.head, cwd=built.path).split() == ["2", "0", "comfy/model_management.py", "1", "0", "comfy/process_memory/provider.py"]
+    assert (built.path / "models/vae/put_vae_here").exists() and not (built.path / "models/vae/mine.safetensors").exists()
+    assert os.access(built.path / "run.sh", os.X_OK)
+    assert git.run("status", "--porcelain", cwd=built.path) == ""
+    assert snapshot(plain) == before
+
+
+def test_builds_on_the_history_of_a_checkout_and_leaves_it_alone(project, repository, tmp_path):
+    before = snapshot(repository)
+    built = tree.build(checkout(repository), tmp_path / "fork")
+    assert series_of(built.path) == ["upstream", "model_management: a", "model_management: b"]
+    assert built.base == git.run("rev-parse", "HEAD", cwd=repository).strip()
+    assert snapshot(repository) == before
+
+
+def test_the_same_series_gives_the_same_commits(project, plain, tmp_path):
+    assert tree.build(checkout(plain), tmp_path / "one").head == tree.build(checkout(plain), tmp_path / "two").head
+
+
+def test_a_tree_inside_another_repository_is_a_plain_folder(project, plain, tmp_path):
+    git.run("init", "-q", cwd=plain.parent)
+    built = tree.build(checkout(plain), tmp_path / "fork")
+    assert series_of(built.path)[0] == "ComfyUI 0.30.0"
+
+
+def test_reuses_updates_and_keeps_what_is_a_persons_own(project, repository, tmp_path):
+    fork = tree.build(checkout(repository), tmp_path / "fork")
+    (fork.path / "models" / "mine.safetensors").parent.mkdir(exist_ok=True)
+    (fork.path / "models" / "mine.safetensors").write_bytes(b"weights")
+    assert tree.build(checkout(repository), fork.path) == tree.Built(fork.path, "0.30.0", fork.base, fork.head, reused=True)
+    (project / "patches" / "03-c.toml").write_text(PATCH.format(name="c"))
+    updated = tree.build(checkout(repository), fork.path)
+    assert series_of(fork.path)[-1] == "model_management: c" and updated.head != fork.head
+    assert b"hook_c" in (fork.path / "comfy/model_management.py").read_bytes()
+    assert (fork.path / "models" / "mine.safetensors").read_bytes() == b"weights"
+    (repository / "new.py").write_text("pass\n")
+    git.run("add", "new.py", cwd=repository)
+    git.run("commit", "-q", "-m", "newer", cwd=repository)
+    assert series_of(tree.build(checkout(repository), fork.path).path)[:2] == ["upstream", "newer"]
+
+
+def test_edits_in_the_fork_are_not_lost(project, repository, tmp_path):
+    fork = tree.build(checkout(repository), tmp_path / "fork")
+    (fork.path / "main.py").write_text("mine\n")
+    (project / "patches" / "03-c.toml").write_text(PATCH.format(name="c"))
+    with pytest.raises(TargetError, match=r"edits that a build would overwrite \(main.py\)"):
+        tree.build(checkout(repository), fork.path)
+    assert (fork.path / "main.py").read_text() == "mine\n"
+    tree.build(checkout(repository), fork.path, force=True)
+    assert (fork.path / "main.py").read_text() == "pass\n"
+    git.run("-c", "user.name=a", "-c", "user.email=b", "commit", "-q", "--allow-empty", "-m", "mine", cwd=fork.path)
+    with pytest.raises(TargetError, match="commits of its own"):
+        tree.build(checkout(repository), fork.path)
+
+
+def test_refuses_a_folder_that_it_did_not_build(project, repository, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "diary.txt").write_text("dear")
+    with pytest.raises(TargetError, match="exists and was not built by this command"):
+        tree.build(checkout(repository), tmp_path / "full", force=True)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(TargetError, match="exists and was not built by this command"):
+        tree.build(checkout(repository), tmp_path / "file")
+    with pytest.raises(TargetError, match="is the upstream tree itself"):
+        tree.build(checkout(repository), repository)
+    (tmp_path / "empty").mkdir()
+    assert tree.build(checkout(repository), tmp_path / "empty").path == tmp_path / "empty"
+
+
+def test_a_series_that_does_not_fit_writes_nothing(project, repository, tmp_path):
+    (project / "patches" / "02-b.toml").write_text(PATCH.format(name="b").replace("assign x", "assign z"))
+    before = snapshot(repository)
+    for attempt in (lambda: tree.build(checkout(repository), tmp_path / "new" / "fork"), lambda: tree.apply(repository),
+                    lambda: tree.export(checkout(repository), tmp_path / "new" / "out")):
+        with pytest.raises(PlanError, match="patch 02-b"):
+            attempt()
+    assert snapshot(repository) == before and not (tmp_path / "new" / "fork").exists() and not (tmp_path / "new" / "out").exists()
+
+
+def test_patched_trees_are_recognised_and_forced_from_their_base(project, repository, tmp_path):
+    fork = tree.build(checkout(repository), tmp_path / "fork")
+    (fork.path / "comfy_multiproc").mkdir()
+    (fork.path / "comfy_multiproc" / "__init__.py").write_text('__version__ = "9.8.7"\n')
+    with pytest.raises(UpstreamError, match="comfy_multiproc 9.8.7"):
+        tree.check(fork.path)
+    with pytest.raises(UpstreamError, match="comfy_multiproc 9.8.7.*--force"):
+        checkout(fork.path)
+    again = tree.build(checkout(fork.path, force=True), tmp_path / "again", force=True)
+    assert series_of(again.path) == ["upstream", "model_management: a", "model_management: b"] and again.head == fork.head
+    shutil.rmtree(fork.path / ".git")
+    with pytest.raises(UpstreamError, match="no commit without it"):
+        tree.build(checkout(fork.path, force=True), tmp_path / "third", force=True)
+
+
+def test_apply_commits_on_a_branch_of_a_clean_checkout(project, repository, tmp_path):
+    fork = tree.build(checkout(repository), tmp_path / "fork")
+    applied = tree.apply(repository)
+    assert git.run("rev-parse", "HEAD^{tree}", cwd=repository) == git.run("rev-parse", "HEAD^{tree}", cwd=fork.path)
+    assert git.run("branch", "--show-current", cwd=repository).strip() == "multiproc"
+    assert (repository / "models/vae/mine.safetensors").read_bytes() == b"weights"
+    git.run("checkout", "-q", "master", cwd=repository)
+    assert snapshot(repository / "comfy") == {"model_management.py": b"# caf\xc3\xa9\r\nx = 1\r\ny = 2\r\n"}
+    with pytest.raises(UpstreamError, match="already has a branch multiproc"):
+        tree.apply(repository)
+    assert tree.apply(repository, force=True).head == applied.head
+    (repository / "main.py").write_text("mine\n")
+    with pytest.raises(UpstreamError, match="main.py"):
+        tree.apply(repository, force=True)
+
+
+def test_apply_needs_a_git_checkout(project, plain):
+    with pytest.raises(UpstreamError, match="is not a git checkout"):
+        tree.apply(plain)
+
+
+@pytest.mark.parametrize("in_git", [True, False], ids=["checkout", "plain"])
+def test_exported_patches_give_the_built_tree(project, plain, tmp_path, in_git, request):
+    if in_git:
+        request.getfixturevalue("repository")
+    fork = tree.build(checkout(plain), tmp_path / "fork")
+    files = tree.export(checkout(plain), tmp_path / "out", author="A Maintainer <a@example.com>")
+    assert [file.name for file in files] == ["0001-model_management-a.patch", "0002-model_management-b.patch"]
+    assert "From: A Maintainer <a@example.com>" in files[0].read_text() and "\nwhy\n" in files[0].read_text()
+    fresh = tmp_path / "fresh"
+    git.run("clone", "-q", str(fork.path), str(fresh))
+    git.run("checkout", "-q", "--detach", fork.base, cwd=fresh)
+    git.run("-c", "user.name=a", "-c", "user.email=b", "am", "-q", "--keep-cr", *map(str, files), cwd=fresh)
+    assert git.run("rev-parse", "HEAD^{tree}", cwd=fresh) == git.run("rev-parse", "HEAD^{tree}", cwd=fork.path)
+    with pytest.raises(TargetError, match="is not empty"):
+        tree.export(checkout(plain), tmp_path / "out")
+
+
+@pytest.mark.parametrize("step", ["write", "reset"])
+def test_an_interrupted_build_is_mended_by_the_next(project, repository, tmp_path, monkeypatch, step):
+    """Killed while the commits are written, or half-way through the work tree."""
+    fork = tree.build(checkout(repository), tmp_path / "fork")
+    (project / "patches" / "03-c.toml").write_text(PATCH.format(name="c"))
+    with monkeypatch.context() as broken:
+        if step == "write":
+            broken.setattr(commits, "write", interrupt)
+        else:
+            honest = git.run
+            broken.setattr(git, "run", lambda *args, **kwargs: interrupt() if args[0] == "reset" else honest(*args, **kwargs))
+        with pytest.raises(KeyboardInterrupt):
+            tree.build(checkout(repository), fork.path)
+        with pytest.raises(KeyboardInterrupt):
+            tree.build(checkout(repository), tmp_path / "second")
+    if step == "reset":
+        (fork.path / "main.py").unlink()        # what a half-done reset leaves behind
+        (fork.path / ".git" / "index.lock").touch()
+    assert not (tmp_path / "second").exists()
+    for target in (fork.path, tmp_path / "second"):
+        built = tree.build(checkout(repository), target)
+        assert series_of(target)[-1] == "model_management: c" and git.run("status", "--porcelain", cwd=target) == "" and not built.reused
+
+
+def interrupt(*args, **kwargs):
+    raise KeyboardInterrupt
+
+
+def test_two_builds_of_one_folder_wait_for_each_other(project, repository, tmp_path):
+    code = f"""
+import sys
+from pathlib import Path
+from comfy_multiproc.fork import series, tree, upstream
+series.PROJECT = Path({str(project)!r})
+series.folder = lambda: series.PROJECT / "patches"
+print(tree.build(upstream.checkout(Path({str(repository)!r})), Path({str(tmp_path / 'fork')!r})).reused)
+"""
+    env = os.environ | {"PYTHONPATH": str(Path(tree.__file__).parents[2])}
+    running = [subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    said = sorted(process.communicate(timeout=60)[0].strip() for process in running)
+    assert said == ["False", "True", "True"]
+
+
+def test_a_killed_builder_leaves_no_lock(project, repository, tmp_path):
+    code = f"from pathlib import Path\nfrom comfy_multiproc.fork.locking import locked\nwith locked(Path({str(tmp_path / 'fork')!r})):\n    print('held', flush=True)\n    input()"
+    holder = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(Path(tree.__file__).parents[2])},
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    from comfy_multiproc.fork.locking import locked
+    with pytest.raises(TargetError, match="another process has been building"):
+        with locked(tmp_path / "fork", patience=0.2):
+            pass
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate(timeout=30)
+    assert not tree.build(checkout(repository), tmp_path / "fork").reused
+
+
+def test_a_damaged_note_rebuilds(project, repository, tmp_path):
+    fork = tree.build(checkout(repository), tmp_path / "fork")
+    (fork.path / ".git" / tree.NOTE).write_text("{")
+    assert not tree.build(checkout(repository), fork.path).reused
+
+
+def test_check_reports_for_people_and_programs(project, repository):
+    (project / "patches" / "03-c.toml").write_text(PATCH.format(name="c") + 'since = "9.0"\n')
+    (project / "patches" / "04-d.toml").write_text(PATCH.format(name="d").replace("assign x", "assign z"))
+    report = tree.check(repository)
+    assert not report.ok and report.version == "0.30.0"
+    rows = {line.split()[0]: line for line in report.table().splitlines()[2:6]}
+    assert rows["01-a"].endswith("fits") and rows["03-c"].endswith("not in this release") and rows["04-d"].endswith("does not fit")
+    data = report.to_json()
+    assert data["ok"] is False and data["patches"]["04-d"] == {"ok": 0, "absent": 0, "error": 1}
+    assert [hook["line"] for hook in data["hooks"]] == [3, 3, None, None] and "assign z" in data["reasons"][0]
+
+
+def test_no_comfyui_tree(project, tmp_path):
+    with pytest.raises(ForkError, match="is not a ComfyUI tree"):
+        tree.check(tmp_path)
+    with pytest.raises(ForkError, match="does not exist"):
+        tree.build(Source(tmp_path / "x", "0.30.0", "checkout"), tmp_path / "fork") if (tmp_path / "x").exists() else checkout(tmp_path / "x")
