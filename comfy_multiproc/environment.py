@@ -166,7 +166,7 @@ class Environment:
         missing = self.missing(requirements)
         if not missing:
             return False
-        step = f"Installing {len(missing)} packages in {self.folder} (the first time this downloads several GB)"
+        step = "Installing packages (the first time this downloads several GB)"
         progress(step)
         done = process.watch(
             [self.python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar=off", *requirements],
