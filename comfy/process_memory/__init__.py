@@ -6,16 +6,23 @@ what ComfyUI's own code calls at its decisions. With no provider registered each
 from collections.abc import Callable
 
 from . import claims, devices, registry
+from .admission import admit, admitting, budget, loaded, node_ended, node_started
+from .ladder import asked, candidates, make_room, rest
 from .provider import (API_VERSION, DEADLINE, Candidate, DeviceUsage, Kind, Outcome, ProcessMemoryProvider, RamUsage,
                        Reason, Receipt, ReleaseRequest)
+from .reading import free
 from .registry import register as register_process_memory_provider
 from .registry import serving
 from .registry import unregister as unregister_process_memory_provider
+from .report import processes, with_processes
+from .unloading import everywhere, release_caches
 
 __all__ = [
     "API_VERSION", "DEADLINE", "Candidate", "DeviceUsage", "Kind", "Outcome", "ProcessMemoryProvider", "RamUsage",
-    "Reason", "Receipt", "ReleaseRequest", "changed", "claims", "devices", "on_change",
-    "register_process_memory_provider", "registry", "serving", "unregister_process_memory_provider",
+    "Reason", "Receipt", "ReleaseRequest", "admit", "admitting", "asked", "budget", "candidates", "changed", "claims",
+    "devices", "everywhere", "free", "loaded", "make_room", "node_ended", "node_started", "on_change", "processes",
+    "register_process_memory_provider", "registry", "release_caches", "rest", "serving",
+    "unregister_process_memory_provider", "with_processes",
 ]
 
 on_change: Callable[[], None] | None = None

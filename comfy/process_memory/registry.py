@@ -28,6 +28,9 @@ SLOW_COUNT = 0.01
 
 SLOW_COUNTS = 3
 
+GRACE = 0.25
+"""Seconds beyond a request's deadline that core waits, since an answer at the deadline has a way to come."""
+
 BACK_OFF = 2.0
 BACK_OFF_LIMIT = 120.0
 
@@ -300,7 +303,7 @@ _SIZES: dict[type, tuple[str, ...]] = {
 
 
 def _receipt(entry: Entry, request: ReleaseRequest, call: _Call | None) -> Receipt | None:
-    receipt: Receipt | None = None if call is None else entry.finish(call, request.remaining(), Receipt)
+    receipt: Receipt | None = None if call is None else entry.finish(call, request.remaining() + GRACE, Receipt)
     if receipt is not None:
         entry.answered()
         entry.gone = receipt.outcome is Outcome.GONE

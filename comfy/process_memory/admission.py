@@ -1,0 +1,225 @@
+"""Admission of a load across processes: check and claim in one step, settle as the bytes appear, end with the load.
+
+The claim of this process on a device is the sum of what its running loads still have to bring there and of what the
+running node needs beyond weights. It is only ever raised under the device's lock, after reading what is free without
+others' claims, so what is resident and what is claimed never passes the card. The reserve is no part of any claim:
+whoever loads last leaves it free, once for the card.
+"""
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from comfy import process_memory
+
+from . import arithmetic, claims, devices, registry
+from .figures import manager, others, own_bytes
+
+Result = TypeVar("Result")
+
+SETTLE_INTERVAL = 0.05
+"""Seconds between two looks at how much of a node's claim has appeared."""
+
+_here = threading.local()
+_lock = threading.Lock()
+
+
+class _Load:
+    """What one call of load_models_gpu has claimed."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.need: dict[str, int] = {}        # device -> weights still to come, had there been room for all
+        self.weights: dict[str, int] = {}     # device -> weights still to come, as budgeted
+        self.beyond: dict[str, int] = {}      # device -> what the caller needs beyond weights
+        self.devices: dict[str, Any] = {}
+        self.coming: tuple[str, int] | None = None   # the model that is being loaded
+
+
+class _NodeClaim:
+    """What the running node needs on one device beyond weights: it appears bit by bit, and ends with the node."""
+
+    def __init__(self, device: Any, size: int) -> None:
+        self.device = device
+        self.size = size
+        self.left = size
+        self.base = own_bytes(device)
+        self.looked = 0.0
+
+
+_loads: set[_Load] = set()
+_node: dict[str, _NodeClaim] = {}
+_nodes_running = 0
+
+
+def active() -> bool:
+    """Whether anybody could see a claim."""
+    return bool(registry.entries) or claims.current.shared
+
+
+def admitting(load_models_gpu: Callable[..., Result]) -> Callable[..., Result]:
+    """Decorates load_models_gpu: whatever a call claims ends with it. Calls may nest on one thread."""
+    @functools.wraps(load_models_gpu)
+    def load(*args: Any, **kwargs: Any) -> Result:
+        if not active():
+            return load_models_gpu(*args, **kwargs)
+        running = getattr(_here, "load", None)
+        if running is None:
+            running = _here.load = _Load()
+            with _lock:
+                _loads.add(running)
+        running.depth += 1
+        try:
+            return load_models_gpu(*args, **kwargs)
+        finally:
+            running.depth -= 1
+            if not running.depth:
+                _here.load = None
+                _end(running)
+            process_memory.changed()
+    return load
+
+
+def admit(needed: Mapping[Any, float], beyond: float) -> None:
+    """A load is about to make room: claim what it `needed` (bytes of weights by device) and what its caller needs
+    `beyond` weights, as far as it is there already."""
+    load = _running()
+    if load is None:
+        return
+    for device, size in needed.items():
+        place = devices.key(device)
+        if place is None:
+            continue
+        total = manager().get_total_memory(device)
+        load.devices[place] = device
+        load.need[place] = load.need.get(place, 0) + arithmetic.clamp(size, total)
+        load.weights[place] = load.need[place]
+        load.beyond[place] = max(load.beyond.get(place, 0), arithmetic.clamp(beyond, total))
+        _claim(device, place)
+
+
+def top_up(device: Any, place: str) -> None:
+    """Room has been made on a device: claim as much of it as the running load needs, before somebody else does."""
+    load = _running()
+    if load is not None and place in load.need:
+        _claim(device, place)
+
+
+def budget(loaded_model: Any, size: float) -> float:
+    """The partial load budget for a model that is about to be loaded: `size`, or less if others have claimed the
+    difference since it was worked out; the claim is then what will really come."""
+    load = _running()
+    place = None if load is None else devices.key(loaded_model.device)
+    if load is None or place is None:
+        return size
+    offloaded = int(loaded_model.model_offloaded_memory())
+    with claims.current.hold(place, claims.HOLD) as held:
+        available = manager().get_free_memory(loaded_model.device)
+        spare = available - manager().minimum_inference_memory()
+        contended = others(loaded_model.device, place) > 0
+        granted = arithmetic.granted_budget(size, offloaded, available, spare, contended)
+        coming = offloaded if granted == arithmetic.FULL else arithmetic.clamp(granted, offloaded)
+        load.coming = (place, offloaded)
+        load.weights[place] = coming + max(0, load.need.get(place, 0) - offloaded)
+        if held:
+            _write(place, available)
+        else:
+            _lower(place)
+    return granted
+
+
+def loaded() -> None:
+    """The model that :func:`budget` was asked about is on its device, and in the list of loaded models."""
+    load = _running()
+    if load is None or load.coming is None:
+        return
+    (place, offloaded), load.coming = load.coming, None
+    load.need[place] = max(0, load.need.get(place, 0) - offloaded)
+    load.weights[place] = load.need[place]
+    _lower(place)
+    process_memory.changed()
+
+
+def node_started() -> None:
+    """A node begins on this process's execution thread."""
+    global _nodes_running
+    _nodes_running += 1
+
+
+def node_ended() -> None:
+    """A node has ended, and so has what it needed beyond weights."""
+    global _nodes_running
+    _nodes_running = max(0, _nodes_running - 1)
+    if _node:
+        with _lock:
+            places = list(_node)
+            _node.clear()
+        for place in places:
+            _lower(place)
+
+
+def node_running() -> bool:
+    """Whether a node is running in this process."""
+    return _nodes_running > 0
+
+
+def settle(place: str) -> None:
+    """Take from the running node's claim what has appeared of it; cheap enough for every look at free memory."""
+    claim = _node.get(place)
+    now = time.monotonic()
+    if claim is None or claim.base is None or now - claim.looked < SETTLE_INTERVAL:
+        return
+    claim.looked = now
+    size = own_bytes(claim.device)
+    if size is not None:
+        claim.left = arithmetic.still_to_come(claim.size, claim.base, size)
+        _lower(place)
+
+
+def _running() -> _Load | None:
+    return getattr(_here, "load", None)
+
+
+def _end(load: _Load) -> None:
+    with _lock:
+        _loads.discard(load)
+    for place, size in load.beyond.items():
+        kept = _node.get(place)
+        if size and _nodes_running and (kept is None or kept.size < size):
+            claim = _NodeClaim(load.devices[place], size)
+            with _lock:
+                _node[place] = claim
+    for place in load.need:
+        _lower(place)
+
+
+def _wanted(place: str) -> list[float]:
+    with _lock:
+        wanted: list[float] = [load.weights.get(place, 0) + load.beyond.get(place, 0) for load in _loads]
+        if place in _node:
+            wanted.append(_node[place].left)
+    return wanted
+
+
+def _claim(device: Any, place: str) -> None:
+    with claims.current.hold(place, claims.HOLD) as held:
+        if held:
+            _write(place, manager().get_free_memory(device))
+
+
+def _write(place: str, available: float) -> None:
+    _set(place, arithmetic.granted_claim(_wanted(place), available))
+
+
+def _lower(place: str) -> None:
+    # Lowering needs no lock: what others read meanwhile is too much, never too little.
+    _set(place, arithmetic.granted_claim(_wanted(place), claims.current.own(place)))
+
+
+def _set(place: str, size: int) -> None:
+    if size != claims.current.own(place):
+        claims.current.write(place, size)
+        registry.tell("claim", place, size)

@@ -1,0 +1,43 @@
+"""Readings that several decisions need: this process's manager, and what others have a right to."""
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+from . import arithmetic, devices, registry
+
+STALE = 10.0
+"""Seconds for which the last word of a provider that does not answer still counts."""
+
+here = threading.local()
+
+
+def manager() -> Any:
+    """comfy.model_management, which imports this package and so cannot be imported by it."""
+    return sys.modules["comfy.model_management"]
+
+
+def others(device: Any, place: str) -> int:
+    """Bytes of a card that this process must leave to others and that its free figure does not show."""
+    whole = devices.whole_card(device)
+    size = 0
+    for entry, usage, age in registry.count("usage", place):
+        if usage is None or entry.gone or age > STALE:
+            continue
+        size += arithmetic.charged_claim(usage)
+        if not whole:
+            size += arithmetic.charged_holding(usage, manager().get_total_memory(device))
+    return size
+
+
+def own_bytes(device: Any) -> int | None:
+    """What this process's allocator has given out on `device`; None where the backend does not say."""
+    if device.type == "mps":
+        return None
+    here.raw = True
+    try:
+        reserved = manager().get_total_memory(device, torch_total_too=True)[1]
+        return int(reserved - manager().get_free_memory(device, torch_free_too=True)[1])
+    finally:
+        here.raw = False

@@ -1,0 +1,52 @@
+"""What this process holds, in the same words as it hears from others.
+
+Read from ComfyUI's list of loaded models, on any thread: the list is copied first, since the execution thread changes it.
+"""
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from . import admission, claims, devices
+from .figures import manager, own_bytes
+from .provider import DeviceUsage, RamUsage
+
+name = "ComfyUI"
+"""This process's name for people; a runtime may set it."""
+
+
+def usage(device: Any) -> DeviceUsage:
+    """What this process holds on a ``torch.device``.
+
+    `fixed` and `scratch` are unknown: ComfyUI keeps no books on them.
+    """
+    resident = committed = idle = 0
+    for model in loaded_models(device):
+        size = int(model.model_loaded_memory())
+        resident += size
+        committed += int(model.model_memory())
+        idle += 0 if model.currently_used and admission.node_running() else size
+    reserved = int(manager().get_total_memory(device, torch_total_too=True)[1])
+    given_out = own_bytes(device)
+    cached = None if given_out is None else max(0, reserved - given_out)
+    place = devices.key(device)
+    return DeviceUsage(resident=resident, cached=cached, claimed=0 if place is None else claims.current.own(place),
+                       committed=committed, reclaimable=idle + (cached or 0), busy=admission.node_running())
+
+
+def ram() -> RamUsage:
+    """What this process holds in host memory."""
+    import psutil
+    return RamUsage(resident=psutil.Process(os.getpid()).memory_info().rss,
+                    pinned=int(getattr(manager(), "TOTAL_PINNED_MEMORY", 0)))
+
+
+def loaded_models(device: Any) -> list[Any]:
+    """The entries of ComfyUI's list on `device` whose model still exists."""
+    return [entry for entry in list(manager().current_loaded_models) if entry.device == device and entry.model is not None]
+
+
+def all_devices() -> list[Any]:
+    """The devices that this process may load models to; older releases have only the current one."""
+    mm = manager()
+    return list(getattr(mm, "get_all_torch_devices", lambda: [mm.get_torch_device()])())
