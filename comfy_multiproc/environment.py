@@ -14,6 +14,7 @@ from typing import Any
 
 from .fork import process
 from .fork.errors import ForkError, TargetError, ToolError, writing
+from .fork.locking import locked
 
 Progress = Callable[[str], None]
 
@@ -132,7 +133,7 @@ class Environment:
         """Makes the environment unless one that works is there. One that was left half made is made anew."""
         if self.works():
             return
-        if self.folder.exists() and not (self.folder / "pyvenv.cfg").exists() and any(self.folder.iterdir()):
+        if self.folder.exists() and not (self.folder / "pyvenv.cfg").exists() and not _BEFORE_CONFIG.issuperset(os.listdir(self.folder)):
             raise TargetError(f"{self.folder} is there and is no Python environment: move it away")
         if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
             version = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -147,25 +148,30 @@ class Environment:
 
     def missing(self, requirements: Sequence[str]) -> list[str]:
         """Those of `requirements`, and of what they need, that are not installed in a version that will do."""
-        done = subprocess.run(
-            [self.python, "-c", _MISSING],
-            input=json.dumps(list(requirements)),
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        # Without an answer everything is handed to pip, which knows best.
-        return json.loads(done.stdout) if done.returncode == 0 else list(requirements)
+        command = [self.python, "-c", _MISSING]
+        try:
+            done = subprocess.run(command, input=json.dumps(list(requirements)), capture_output=True, text=True, timeout=120, check=True)
+        except subprocess.SubprocessError:
+            # Without an answer everything is handed to pip, which knows best.
+            return list(requirements)
+        return json.loads(done.stdout)
 
     def ensure(self, requirements: Sequence[str], progress: Progress) -> bool:
         """Makes the environment satisfy `requirements` (lines as in a requirements file); says whether pip had to install anything.
 
         Raises `ForkError`. What pip had installed when it was interrupted stays, and the next call goes on from there.
         """
-        self.create(progress)
-        missing = self.missing(requirements)
-        if not missing:
+        if self.works() and not self.missing(requirements):
             return False
+        with writing(self.folder), locked(self.folder, patience=3600.0):
+            # Another run may have finished it while this one waited.
+            self.create(progress)
+            if not self.missing(requirements):
+                return False
+            self._install(requirements, progress)
+        return True
+
+    def _install(self, requirements: Sequence[str], progress: Progress) -> None:
         step = "Installing packages (the first time this downloads several GB)"
         progress(step)
         done = process.watch(
@@ -178,7 +184,6 @@ class Environment:
             raise ToolError(
                 f"pip could not install what is needed{' because the disk is full' * done.disk_full}; what it did install stays, and the next run goes on from there\n{done.errors()}"
             )
-        return True
 
     def torch(self) -> Torch | None:
         """torch and the devices it can use, seen by starting the interpreter (seconds); None when torch is not installed.
@@ -201,4 +206,6 @@ class Environment:
         return Torch(answer["torch"], build, usable, failed)
 
 
+# What `python -m venv` makes before it writes pyvenv.cfg: an interrupted run leaves no more than these.
+_BEFORE_CONFIG = frozenset(("bin", "lib", "lib64", "include", "Scripts", "Lib", "Include"))
 _WORTH_SHOWING = ("Collecting", "Downloading", "Using", "Building", "Installing", "Preparing")

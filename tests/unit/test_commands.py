@@ -1,0 +1,390 @@
+"""The command line as a person meets it: messages, exit codes, starting and stopping a server."""
+
+import ast
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from comfy_multiproc import doctor, launch
+from comfy_multiproc.commands import main, split, test, up
+from comfy_multiproc.console import Console
+from comfy_multiproc.environment import Torch, project_root
+from comfy_multiproc.fork.errors import ForkError
+
+ROOT = project_root()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def comfy_multiproc(*arguments: str, python: tuple[str, ...] = (), **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *python, "-m", "comfy_multiproc", *arguments],
+        cwd=ROOT,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def tree(root: Path, main_py: str = "") -> Path:
+    (root / "comfy").mkdir(parents=True)
+    (root / "main.py").write_text(textwrap.dedent(main_py))
+    (root / "comfyui_version.py").write_text('__version__ = "0.30.0"\n')
+    (root / "comfy/model_management.py").write_text("")
+    return root
+
+
+# --- the whole program ---
+
+
+def test_it_runs_with_nothing_installed() -> None:
+    done = comfy_multiproc("series", "show", python=("-S", "-E"))
+    assert done.returncode == 0 and done.stdout, done.stderr
+
+
+def test_an_old_python_can_read_the_file_that_refuses_it() -> None:
+    for name in ("__init__.py", "__main__.py"):
+        ast.parse((ROOT / "comfy_multiproc" / name).read_text(), feature_version=(3, 6))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["build", "--upstream", "{tmp}"], "is not a ComfyUI tree"),
+        (["build", "--release", "newest"], "is not a ComfyUI release"),
+        (["series", "apply", "{tmp}/nothing"], "does not exist"),
+        (["series", "export", "{tmp}", "--out", "{tmp}/out"], "is not a ComfyUI tree"),
+        (["series", "show", "nothing"], "names no patch: choose from"),
+        (["test", "everything"], "there is no test level 'everything': choose from unit"),
+        (["build", "--", "x"], "build takes nothing after --"),
+        (["up", "--", "--port", "many"], "server arguments are not understood"),
+        (["up", "--", "--port", "70000"], "is no port"),
+        (["fly"], "invalid choice"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_input_gets_one_message_and_exit_code_2(tmp_path: Path, arguments: list[str], says: str) -> None:
+    done = comfy_multiproc(*(argument.replace("{tmp}", str(tmp_path)) for argument in arguments))
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert len(re.findall("error:", done.stderr)) == 1 and "Traceback" not in done.stderr
+    assert done.stdout == "" and os.listdir(tmp_path) == []
+
+
+def test_an_output_that_nobody_reads_is_no_crash() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as out:
+        done = subprocess.run([sys.executable, "-m", "comfy_multiproc", "series", "show"], cwd=ROOT, stdout=out, stderr=subprocess.PIPE, timeout=60)
+    assert done.returncode == 1 and b"Traceback" not in done.stderr and b"Exception" not in done.stderr
+
+
+def test_a_tree_that_the_series_does_not_fit(tmp_path: Path) -> None:
+    root = tree(tmp_path / "a tree ö")
+    done = comfy_multiproc("series", "check", str(root))
+    assert done.returncode == 2
+    assert "ComfyUI 0.30.0" in done.stdout and "does not fit ComfyUI 0.30.0" in done.stderr
+    done = comfy_multiproc("series", "check", str(root), "--json")
+    (report,) = json.loads(done.stdout)
+    assert done.returncode == 2 and report["ok"] is False
+
+
+def test_arguments_after_the_dashes() -> None:
+    assert split(["up", "--release", "1", "--", "--cpu", "--", "x"]) == (["up", "--release", "1"], ["--cpu", "--", "x"])
+    assert split(["build"]) == (["build"], [])
+
+
+def test_a_disk_error_that_nobody_expected_is_still_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise OSError(28, os.strerror(28), str(tmp_path / "f"))
+
+    monkeypatch.setattr("comfy_multiproc.fork.upstream.find", full)
+    err = io.StringIO()
+    assert main(["build"], Console(io.StringIO(), err)) == 2
+    assert err.getvalue() == f"comfy_multiproc: error: cannot write {tmp_path / 'f'}: the disk is full; free some space there or choose another folder\n"
+
+
+def test_ctrl_c_while_setting_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("comfy_multiproc.fork.upstream.find", interrupted)
+    err = io.StringIO()
+    assert main(["build"], Console(io.StringIO(), err)) == 130
+    assert err.getvalue() == "comfy_multiproc: error: interrupted\n"
+
+
+# --- progress ---
+
+
+def test_progress_in_a_pipe_is_a_line_per_step_and_now_and_then_a_detail(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("comfy_multiproc.console.time.monotonic", lambda: now[0])
+    err = io.StringIO()
+    console = Console(io.StringIO(), err)
+    for at, line in ((0, "Installing"), (1, "Installing: a"), (9, "Installing: b"), (11, "Installing: c"), (12, "Installing: d"), (13, "Next")):
+        now[0] = 100.0 + at
+        console.progress(line)
+    assert err.getvalue().splitlines() == ["Installing", "Installing: c", "Next"]
+    assert "\x1b" not in err.getvalue()
+
+
+def test_progress_on_a_terminal_replaces_the_detail_and_keeps_the_step() -> None:
+    err = Terminal()
+    console = Console(io.StringIO(), err)
+    for line in ("Installing", "Installing: a", "Installing: b", "Next"):
+        console.progress(line)
+    console.error("no")
+    shown = [line.split("\r\x1b[K")[-1] for line in err.getvalue().split("\n")]
+    assert shown[:2] == ["Installing", "Next"] and shown[2].endswith(" no")
+
+
+def test_a_letter_that_the_terminal_does_not_have() -> None:
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding="ascii")
+    Console(out, io.StringIO()).say("Bär")
+    out.flush()
+    assert raw.getvalue() == b"B\\xe4r\n"
+
+
+# --- address and device ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "url", "hosts"),
+    [
+        ([], "http://127.0.0.1:8188", ("127.0.0.1",)),
+        (["--cpu", "--port", "9000"], "http://127.0.0.1:9000", ("127.0.0.1",)),
+        (["--port=9000", "--listen"], "http://127.0.0.1:9000", ("0.0.0.0", "::")),
+        (["--listen", "--port", "9000"], "http://127.0.0.1:9000", ("0.0.0.0", "::")),
+        (["--listen", "::1"], "http://[::1]:8188", ("::1",)),
+        (["--listen", "10.0.0.7,127.0.0.1"], "http://10.0.0.7:8188", ("10.0.0.7", "127.0.0.1")),
+        (["--tls-keyfile", "k", "--tls-certfile", "c"], "https://127.0.0.1:8188", ("127.0.0.1",)),
+    ],
+)
+def test_the_address_is_the_servers(arguments: list[str], url: str, hosts: tuple[str, ...]) -> None:
+    address = launch.Address.of(arguments)
+    assert (address.url, address.hosts) == (url, hosts)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_port_in_use_is_said_before_anything_starts() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        done = comfy_multiproc("up", "--upstream", "/nonexistent", "--", "--port", str(port))
+    assert done.returncode == 2 and f"port {port} on 127.0.0.1 is in use" in done.stderr
+    launch.Address.of(["--port", str(port)]).check_free()
+
+
+def test_a_host_that_is_not_ours() -> None:
+    with pytest.raises(ForkError, match="--listen nowhere.invalid is no address of this machine"):
+        launch.Address.of(["--listen", "nowhere.invalid"]).check_free()
+
+
+GPU = {"kind": "cuda", "index": 0, "name": "Card", "total": 1}
+
+
+@pytest.mark.parametrize(
+    ("devices", "arguments", "added", "says"),
+    [
+        ([], [], ["--cpu"], "running on the CPU"),
+        ([], ["--port", "1"], ["--cpu"], "running on the CPU"),
+        ([], ["--cpu"], [], ""),
+        ([], ["--lowvram"], [], "not added because of --lowvram"),
+        ([], ["--cuda-device=1"], [], "not added because of --cuda-device=1"),
+        ([GPU], [], [], ""),
+    ],
+)
+def test_cpu_is_added_only_when_nothing_else_can_be_meant(devices: list[dict[str, object]], arguments: list[str], added: list[str], says: str) -> None:
+    err = io.StringIO()
+    environment = SimpleNamespace(torch=lambda: Torch("2", "CPU", devices, []))
+    assert up.device(environment, arguments, Console(io.StringIO(), err)) == added  # type: ignore[arg-type]
+    assert says in err.getvalue()
+    assert ("--cpu" in err.getvalue()) == bool(says)
+
+
+# --- a server ---
+
+SERVER = """
+    import http.server, os, signal, subprocess, sys, time
+    mode, port = sys.argv[1], int(sys.argv[3])
+    if mode == "breaks":
+        sys.exit(9)
+    if mode == "deaf":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    worker = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"],
+                              stdout=subprocess.PIPE)
+    worker.stdout.readline()
+    print("pids", os.getpid(), worker.pid, flush=True)
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+        def log_message(self, *args): pass
+    try:
+        http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    except KeyboardInterrupt:
+        print("stopped cleanly in", os.getcwd(), flush=True)
+        sys.exit(7)
+"""
+
+RUN = """
+    import sys
+    from pathlib import Path
+    from comfy_multiproc import launch
+    launch.GRACE = 2.0
+    arguments = sys.argv[2:]
+    code = launch.serve(Path(sys.executable), Path(sys.argv[1]), arguments, address=launch.Address.of(arguments),
+                        answered=lambda: print("answered", flush=True))
+    sys.exit(code)
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    root = tree(tmp_path / "tree ö", SERVER)
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(mode: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", textwrap.dedent(RUN), str(root), mode, "--port", str(free_port())]
+        started.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def until(process: subprocess.Popen[str], start: str) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(start):
+            return line
+    raise AssertionError(f"the server never said {start!r}")
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+needs_posix = pytest.mark.skipif(sys.platform != "linux", reason="signals and /proc")
+
+
+@needs_posix
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_server_is_stopped_cleanly_and_gives_its_exit_code(start: Callable[[str], subprocess.Popen[str]], number: int) -> None:
+    process = start("normal")
+    pids = [int(pid) for pid in until(process, "pids").split()[1:]]
+    until(process, "answered")
+    process.send_signal(number)
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 7
+    assert "stopped cleanly" in rest and "tree ö" in rest
+    assert not any(alive(pid) for pid in pids)
+
+
+@needs_posix
+def test_a_server_that_does_not_listen_is_ended_with_its_workers(start: Callable[[str], subprocess.Popen[str]]) -> None:
+    process = start("deaf")
+    pids = [int(pid) for pid in until(process, "pids").split()[1:]]
+    until(process, "answered")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_a_server_that_breaks_gives_its_exit_code_and_no_address(start: Callable[[str], subprocess.Popen[str]]) -> None:
+    process = start("breaks")
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 9 and "answered" not in out
+
+
+# --- test ---
+
+
+def test_levels_run_cheapest_first(tmp_path: Path) -> None:
+    for name in ("server", "unit", "fork", "extra", "empty"):
+        (tmp_path / "tests" / name).mkdir(parents=True)
+        if name != "empty":
+            (tmp_path / "tests" / name / "test_it.py").write_text("")
+    assert test.levels(tmp_path) == ["unit", "fork", "server", "extra"]
+    assert test.choose(["server", "unit"], test.levels(tmp_path)) == ["unit", "server"]
+    with pytest.raises(ForkError, match="run this in a checkout"):
+        test.levels(tmp_path / "tests")
+
+
+@pytest.mark.parametrize("own", [["-n0"], ["-n", "3"], ["--pdb"], ["-s"], ["--dist=no"]])
+def test_the_user_decides_how_the_tests_are_spread(own: list[str]) -> None:
+    assert test.parallel(own) == []
+    assert test.parallel(["-x", "-k", "n"])[0] == "-n"
+
+
+# --- doctor ---
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limit"),
+    [
+        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": str(8 * GIB)}, 8 * GIB),
+        ("0::/a/b\n", {"a/b/memory.max": str(2 * GIB), "a/memory.max": str(8 * GIB)}, 2 * GIB),
+        ("0::/a\n", {"a/memory.max": "max"}, None),
+        ("0::/../../not/seen/from/here\n", {"memory.max": str(4 * GIB)}, 4 * GIB),
+        ("4:cpu,memory:/job\n2:pids:/\n", {"memory/job/memory.limit_in_bytes": str(3 * GIB)}, 3 * GIB),
+        ("4:memory:/job\n", {"memory/job/memory.limit_in_bytes": "9223372036854771712"}, None),
+        ("", {}, None),
+    ],
+)
+def test_the_containers_limit(tmp_path: Path, groups: str, files: dict[str, str], limit: int | None) -> None:
+    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self/cgroup").write_text(groups)
+    (proc / "meminfo").write_text("MemTotal:       16777216 kB\nMemFree: 1 kB\n")
+    for name, text in files.items():
+        (cgroup / name).parent.mkdir(parents=True, exist_ok=True)
+        (cgroup / name).write_text(text)
+    assert doctor.memory_limits(proc, cgroup) == doctor.Memory(16 * GIB, limit)
+
+
+def test_doctor_says_what_is_wrong_and_the_way_out(tmp_path: Path) -> None:
+    done = comfy_multiproc("doctor", "--json", "--upstream", str(tmp_path))
+    report = json.loads(done.stdout)
+    (finding,) = [finding for finding in report["findings"] if finding["verdict"] == "fails"]
+    assert done.returncode == 1 and report["ok"] is False
+    assert finding["name"] == "ComfyUI" and "is not a ComfyUI tree" in finding["way_out"]
+
+
+def test_doctor_without_git(tmp_path: Path) -> None:
+    done = comfy_multiproc("doctor", PATH="/nonexistent", COMFY_MULTIPROC_CACHE=str(tmp_path))
+    assert done.returncode == 1
+    assert re.search(r"^fails +git +not found\n +git was not found: install git", done.stdout, re.MULTILINE)
