@@ -1,0 +1,1 @@
+"""The parts of the virtual card; `virtual.py` puts them together."""
