@@ -148,7 +148,7 @@ class Environment:
 
     def missing(self, requirements: Sequence[str]) -> list[str]:
         """Those of `requirements`, and of what they need, that are not installed in a version that will do."""
-        command = [self.python, "-c", _MISSING]
+        command: list[str | Path] = [self.python, "-c", _MISSING]
         try:
             done = subprocess.run(command, input=json.dumps(list(requirements)), capture_output=True, text=True, timeout=120, check=True)
         except subprocess.SubprocessError:
