@@ -1,0 +1,371 @@
+"""Messages between a host and one worker: requests and notifications both ways, with file descriptors.
+
+A frame is the length of its body (32 bits, big-endian), the number of descriptors that came with it (16 bits), and the
+body: UTF-8 JSON. What it may be:
+
+    {"k": kind, "i": 7, "b": body}     a request; "w" names the request of the other end that it is part of
+    {"k": kind, "b": body}             a notification
+    {"a": 7, "b": body}                the answer to request 7
+    {"a": 7, "e": failure}             its failure, as `failures.describe` puts it
+    {"c": 7}                           nobody waits for request 7 any more
+
+Nothing that arrives is unpickled or evaluated. Each end has a thread that always reads, so that two ends which send at
+the same time never wait for one another.
+"""
+from __future__ import annotations
+
+import array
+import copy
+import itertools
+import json
+import logging
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from . import failures
+
+HEAD = struct.Struct(">IH")
+MAX_BODY = 256 << 20
+"""Bytes of JSON in one message. Tensors and large strings travel in shared memory and are not counted."""
+MAX_FDS = 250
+READ_BYTES = 1 << 16
+CAN_PASS_FDS = hasattr(socket, "CMSG_SPACE")
+
+
+class LinkError(Exception):
+    """A message cannot be sent: too large, too many descriptors, not JSON."""
+
+
+class LinkClosed(ConnectionError):
+    """The other end is gone, or this one has been closed."""
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """The two ends of a new link; either may be given to a process that is being spawned."""
+    return socket.socketpair()
+
+
+class Message:
+    """What the other end has sent. Descriptors that nobody takes are closed with it."""
+
+    __slots__ = ("_fds", "body", "kind")
+
+    def __init__(self, kind: str, body: Any, fds: list[int]):
+        self.kind, self.body, self._fds = kind, body, fds
+
+    @property
+    def fds(self) -> Sequence[int]:
+        """The descriptors; still the message's."""
+        return self._fds
+
+    def take_fds(self) -> list[int]:
+        """The descriptors, now the caller's to close."""
+        taken, self._fds = self._fds, []
+        return taken
+
+    def close(self) -> None:
+        """Close the descriptors that were not taken."""
+        for fd in self.take_fds():
+            os.close(fd)
+
+    def __del__(self) -> None:
+        if self._fds:
+            self.close()
+
+
+class Request(Message):
+    """A message that waits for an answer, unless it is a notification: then answers go nowhere.
+
+    `within` is the id of this end's own request that the sender was serving when it made this one; None: none.
+    """
+
+    __slots__ = ("_answered", "_link", "cancelled", "id", "on_cancel", "within")
+
+    def __init__(self, link: Link, kind: str, body: Any, fds: list[int], id_: int | None, within: int | None):
+        super().__init__(kind, body, fds)
+        self._link, self.id, self.within = link, id_, within
+        self._answered = id_ is None
+        self.cancelled = False
+        self.on_cancel: Callable[[], None] | None = None
+
+    def reply(self, body: Any = None, fds: Sequence[int] = ()) -> None:
+        """Send the answer; once, from any thread. Descriptors stay the caller's. Raises LinkError, with nothing sent."""
+        self._answer({"a": self.id, "b": body}, fds)
+
+    def fail(self, error: BaseException) -> None:
+        """Send the failure instead."""
+        self._answer({"a": self.id, "e": failures.describe(error)}, ())
+
+    def _answer(self, envelope: dict[str, Any], fds: Sequence[int]) -> None:
+        if self._answered:
+            return
+        try:
+            self._link._send(envelope, fds)
+        except LinkClosed:
+            pass    # nobody is there to miss it
+        self._answered = True
+        self._link._serving.pop(self.id, None)
+
+
+Handler = Callable[[Request], None]
+
+
+class Link:
+    """One end. `start` begins to read; handlers that matter from the first message on are registered before.
+
+    `lost` is called once, on the reading thread, when the other end is gone: what it returns is the failure of every request
+    that is still open. `send_timeout`: seconds that the other end may take to read before it counts as gone; None: for ever,
+    which is right where the other end may be stopped for good reason.
+    """
+
+    def __init__(self, sock: socket.socket, *, name: str = "link", lost: Callable[[str], BaseException] | None = None,
+                 send_timeout: float | None = None):
+        self._socket = sock
+        self._name = name
+        self._lost = lost or (lambda why: LinkClosed(f"{name}: {why}"))
+        self._timeout = -1.0 if send_timeout is None else send_timeout
+        if send_timeout is not None:
+            # Only sending is bounded: a timeout of the socket object would bound the reader too.
+            bound = struct.pack("ll", int(send_timeout), int(send_timeout % 1 * 1e6)) if os.name == "posix" else int(send_timeout * 1000)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
+        self._sending = threading.Lock()
+        self._guard = threading.Lock()
+        self._ids = itertools.count(1)
+        self._pending: dict[int, Future[Message]] = {}
+        self._serving: dict[int | None, Request] = {}
+        self._handlers: dict[str, Handler] = {}
+        self._gone: BaseException | None = None
+        self._why: str | None = None
+        self._thread = threading.Thread(target=self._read, daemon=True, name=f"comfy_multiproc: {name}")
+
+    def start(self) -> Link:
+        self._thread.start()
+        return self
+
+    @property
+    def closed(self) -> bool:
+        """Whether the other end is gone or this one was closed."""
+        return self._gone is not None
+
+    def on(self, kind: str, handler: Handler) -> None:
+        """Have `handler` called with every message of that kind, on the reading thread, where it must not block.
+
+        It answers with `reply` or `fail`, then or later. What it raises becomes the failure of the request.
+        """
+        self._handlers[kind] = handler
+
+    def notify(self, kind: str, body: Any = None, fds: Sequence[int] = ()) -> None:
+        """Send without waiting for an answer. Raises LinkError, LinkClosed."""
+        self._send({"k": kind, "b": body}, fds)
+
+    def request(self, kind: str, body: Any = None, fds: Sequence[int] = (), *, timeout: float | None = None,
+                within: int | None = None) -> Future[Message]:
+        """Send and give the future of the answer. Descriptors stay the caller's.
+
+        The future fails with the other end's failure, with what `lost` made when it is gone, or with TimeoutError after
+        `timeout` seconds. Cancelling it tells the other end. Raises LinkError; never LinkClosed (the future fails instead).
+        """
+        future: Future[Message] = Future()
+        id_ = next(self._ids)
+        with self._guard:
+            gone = self._gone
+            if gone is None:
+                self._pending[id_] = future
+        if gone is not None:
+            future.set_exception(copy.copy(gone))
+            return future
+        envelope = {"k": kind, "i": id_, "b": body}
+        if within is not None:
+            envelope["w"] = within
+        try:
+            self._send(envelope, fds)
+        except LinkClosed:
+            pass        # the reading thread fails the future, with a better reason than this one
+        except BaseException:
+            self._pending.pop(id_, None)
+            raise
+        if timeout is not None:
+            timer = threading.Timer(timeout, self._late, (id_, kind, timeout))
+            timer.daemon = True
+            timer.start()
+            future.add_done_callback(lambda _: timer.cancel())
+        future.add_done_callback(lambda f: self._cancel(id_) if f.cancelled() else None)
+        future.link_id = id_    # type: ignore[attr-defined]
+        return future
+
+    def close(self, why: str = "closed") -> None:
+        """End the link; open requests fail. Any thread, more than once."""
+        self._why = self._why or why
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        if not self._thread.is_alive() and self._gone is None:
+            self._end(why)
+
+    def join(self, timeout: float) -> bool:
+        """Wait until nothing is read any more; whether that is so."""
+        if self._thread is not threading.current_thread() and self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    # sending
+
+    def _send(self, envelope: dict[str, Any], fds: Sequence[int]) -> None:
+        try:
+            body = json.dumps(envelope, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise LinkError(f"{self._name}: a message of kind {envelope.get('k', 'answer')!r} is not JSON: {error}") from None
+        if len(body) > MAX_BODY:
+            raise LinkError(f"{self._name}: a message of {len(body)} bytes is larger than {MAX_BODY}; large values belong into tensors or bytes")
+        if len(fds) > MAX_FDS or (fds and not CAN_PASS_FDS):
+            raise LinkError(f"{self._name}: {len(fds)} descriptors cannot go with one message")
+        if not self._sending.acquire(timeout=self._timeout):
+            self.close(f"has not read its messages for {self._timeout:g} s")
+            raise LinkClosed(f"{self._name}: the other end does not read")
+        try:
+            if self._gone is not None:
+                raise LinkClosed(f"{self._name}: {self._why or 'gone'}")
+            frame = HEAD.pack(len(body), len(fds)) + body
+            if fds:
+                sent = self._socket.sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
+            else:
+                sent = self._socket.send(frame)
+            if sent < len(frame):
+                rest = memoryview(frame)[sent:]
+                while rest:
+                    rest = rest[self._socket.send(rest):]
+        except BlockingIOError:
+            # Half a frame may have gone: whatever followed would not be understood.
+            self.close(f"has not read its messages for {self._timeout:g} s")
+            raise LinkClosed(f"{self._name}: the other end does not read") from None
+        except OSError as error:
+            # Not closed here: what the other end had said before it went is still to be read.
+            raise LinkClosed(f"{self._name}: {error.strerror or error}") from None
+        finally:
+            self._sending.release()
+
+    def _late(self, id_: int, kind: str, timeout: float) -> None:
+        future = self._pending.pop(id_, None)
+        if future is not None and future.set_running_or_notify_cancel():
+            future.set_exception(TimeoutError(f"{self._name}: no answer to {kind!r} within {timeout:g} s"))
+            self._cancel(id_)
+
+    def _cancel(self, id_: int) -> None:
+        self._pending.pop(id_, None)
+        try:
+            self._send({"c": id_}, ())
+        except (LinkClosed, LinkError):
+            pass
+
+    # reading
+
+    def _read(self) -> None:
+        why = "the other end has closed the link"
+        buffer = bytearray()
+        fds: list[int] = []
+        try:
+            while True:
+                while len(buffer) >= HEAD.size:
+                    size, count = HEAD.unpack_from(buffer)
+                    if size > MAX_BODY or count > len(fds):
+                        raise ValueError("a frame that is none")
+                    if len(buffer) < HEAD.size + size:
+                        break
+                    body = bytes(memoryview(buffer)[HEAD.size:HEAD.size + size])
+                    del buffer[:HEAD.size + size]
+                    taken, fds = fds[:count], fds[count:]
+                    self._take(body, taken)
+                wanted = HEAD.size + size - len(buffer) if len(buffer) >= HEAD.size else 0
+                if not self._receive(buffer, fds, max(READ_BYTES, min(wanted, 4 << 20))):
+                    break
+        except OSError as error:
+            why = error.strerror or str(error)
+        except Exception as error:
+            why = f"the other end has sent what is no message ({error})"
+        finally:
+            for fd in fds:
+                os.close(fd)
+            self._end(self._why or why)
+
+    def _receive(self, buffer: bytearray, fds: list[int], size: int) -> bool:
+        if not CAN_PASS_FDS:
+            data = self._socket.recv(size)
+        else:
+            flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+            data, ancillary, told, _ = self._socket.recvmsg(size, socket.CMSG_SPACE(MAX_FDS * 4), flags)
+            for level, kind, payload in ancillary:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    arrived = array.array("i")
+                    arrived.frombytes(payload[:len(payload) - len(payload) % arrived.itemsize])
+                    fds.extend(arrived)
+            if told & getattr(socket, "MSG_CTRUNC", 0):
+                raise ValueError("descriptors were lost: this process may not open more files (ulimit -n)")
+        buffer += data
+        return bool(data)
+
+    def _take(self, body: bytes, fds: list[int]) -> None:
+        message = Message("", None, fds)     # closes the descriptors on every way out
+        envelope = json.loads(body.decode("utf-8", "surrogatepass"))
+        if not isinstance(envelope, dict):
+            raise ValueError("not an object")
+        if "a" in envelope:
+            future = self._pending.pop(envelope["a"], None)
+            if future is not None and future.set_running_or_notify_cancel():
+                if "e" in envelope:
+                    future.set_exception(failures.rebuild(envelope["e"], self._name))
+                else:
+                    future.set_result(Message("answer", envelope.get("b"), message.take_fds()))
+        elif "c" in envelope:
+            request = self._serving.get(envelope["c"])
+            if request is not None:
+                request.cancelled = True
+                if request.on_cancel is not None:
+                    request.on_cancel()
+        else:
+            kind, id_ = envelope.get("k"), envelope.get("i")
+            request = Request(self, str(kind), envelope.get("b"), message.take_fds(), id_, envelope.get("w"))
+            if id_ is not None:
+                self._serving[id_] = request
+            handler = self._handlers.get(request.kind)
+            try:
+                if handler is None:
+                    raise LinkError(f"{self._name}: nothing here answers {request.kind!r}")
+                handler(request)
+            except BaseException as error:
+                if id_ is None:
+                    logging.exception("%s: could not do what the message %r says", self._name, request.kind)
+                else:
+                    request.fail(error)
+
+    def _end(self, why: str) -> None:
+        error: BaseException
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)     # so that nobody goes on waiting in send
+        except OSError:
+            pass
+        try:
+            error = self._lost(why)
+        except Exception as e:
+            logging.exception("%s: %s", self._name, why)
+            error = LinkClosed(f"{self._name}: {why} ({e})")
+        with self._guard:
+            self._gone = error
+            open_, self._pending = self._pending, {}
+        for request in list(self._serving.values()):
+            request.cancelled = True
+            if request.on_cancel is not None:
+                request.on_cancel()
+        self._serving.clear()
+        for future in open_.values():
+            if future.set_running_or_notify_cancel():
+                # One each: raising adds frames to an exception, and with them everything that they refer to.
+                future.set_exception(copy.copy(error))
+        with self._sending:
+            self._socket.close()
+
