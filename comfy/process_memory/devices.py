@@ -71,9 +71,10 @@ def _indexed(device: Any) -> Any:
 
 
 def _identity(device: Any) -> str:
-    backend = getattr(sys.modules["torch"], device.type, None)
-    properties = getattr(backend, "get_device_properties", None)
-    if properties is None or device.type == "cpu":
-        return str(device.index)
-    uuid = getattr(properties(device), "uuid", None)
-    return str(device.index if uuid is None else uuid)
+    if device.type != "cpu":
+        backend = getattr(sys.modules["torch"], device.type, None)
+        properties = getattr(backend, "get_device_properties", None)
+        uuid = None if properties is None else getattr(properties(device), "uuid", None)
+        if uuid is not None:
+            return str(uuid)
+    return str(device.index)

@@ -48,9 +48,9 @@ def unload_peers(reason: Reason) -> None:
             if size and not entry.gone:
                 held.append(size)
                 requests.append((entry, ReleaseRequest(device=place, bytes=size, reason=reason, deadline=deadline, ticket=ticket)))
-    receipts = registry.ask("unload", requests)
-    for entry in {entry for entry, _ in requests}:
+    for entry in registry.entries:
         entry.unconfirmed = False
+    receipts = registry.ask("unload", requests)
     for (entry, request), size, receipt in zip(requests, held, receipts):
         if receipt is None:
             entry.unconfirmed = True
