@@ -1,0 +1,495 @@
+"""The ledger: what each ComfyUI process of this user on this machine holds, in one memory-mapped file.
+
+Every process writes its own slot and reads the others'; no message is sent and no lock is held for either. The file
+lock is taken only to take a slot or to make the file. Nothing has to be cleaned up: a slot whose process has ended is
+skipped by everybody at the next read and used again by the next process that starts.
+
+Layout. All words are 64-bit little-endian, aligned and written whole; all sizes are bytes; a figure that is not known is
+``2**64 - 1``, never zero; text is UTF-8 padded with NULs::
+
+    file       0  header, 4096 bytes
+            4096  64 slots
+    header     0  magic    1 version    2 boot    3 slots    4 bytes a slot    5 changes: slots taken and given back
+    slot       0  sequence: odd while the owner writes; a reader looks again until it is even and the same before and after
+               1  pid      2 start (see liveness)   3 generation: how often the slot has been taken
+               4  flags: 1 busy, a prompt is running
+               5  prompts run so far    6 when last confirmed, nanoseconds of time.monotonic()    7 devices that follow
+               8  RAM: resident   9 pinned   10 registered   11 backups   12 outputs
+              13  family: processes that belong to one server have the same
+           14-15  not used
+                  then name (64 bytes), address of the endpoint (192 bytes), 16 devices
+    device        key (64 bytes), then the words
+               0  resident: weights on the device (torch's and the pager's)
+               1  cached: kept by torch's allocator, unused     2 fixed     3 scratch: live, and not weights
+               4  claimed     5 committed     6 reclaimable
+               7  allocator: all that torch's allocator has reserved; contains `cached`
+               8  pager: all that aimdo has mapped for weights and cast buffers, which is not in `allocator`
+               9  candidates that follow                        10  capturing: 1 while a graph is captured there
+              11  size of the device                           12-15  not used
+                  then 32 candidates
+    candidate  0  id    1 kind: 0 model, 1 cache, 2 pins; plus 256 in use, 512 dynamic
+               2  resident    3 size    4 references    5 not used
+                  then name (48 bytes)
+
+``allocator + pager`` is what the process occupies on the device beside its context, each byte once.
+"""
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import os
+import stat
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from comfy.process_memory.provider import Candidate, DeviceUsage, Kind, RamUsage
+
+from .liveness import alive, boot_id, pid_namespace, process_start
+
+MAGIC = int.from_bytes(b"COMFYMEM", "little")
+VERSION = 1
+SLOTS = 64
+DEVICES = 16
+CANDIDATES = 32
+UNKNOWN = 2**64 - 1
+
+HEADER_SIZE = 4096
+HEADER = struct.Struct("<6Q")
+SLOT_HEAD = struct.Struct("<16Q64s192s")
+DEVICE_HEAD = struct.Struct("<64s16Q")
+CANDIDATE = struct.Struct("<6Q48s")
+DEVICE_SIZE = DEVICE_HEAD.size + CANDIDATES * CANDIDATE.size
+SLOT_SIZE = -(-(SLOT_HEAD.size + DEVICES * DEVICE_SIZE) // 4096) * 4096
+FILE_SIZE = HEADER_SIZE + SLOTS * SLOT_SIZE
+
+BUSY = 1
+IN_USE, DYNAMIC = 256, 512
+KINDS = (Kind.MODEL, Kind.CACHE, Kind.PINS)
+
+LOCK_SECONDS = 10.0       # the lock is held for arithmetic only; this long means that its holder is stopped
+LOOK_AGAIN = 0.05         # seconds for which a process that was seen alive is taken to be so
+READ_TRIES = 20
+CHANGES = 5               # index of the header's word
+
+
+class LedgerError(Exception):
+    """The ledger cannot be used; the message names the file or folder and the way out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceReport:
+    """What a process holds on one device, as it is written."""
+    key: str
+    usage: DeviceUsage
+    candidates: tuple[Candidate, ...] = ()
+    allocator: int | None = None
+    pager: int | None = None
+    total: int | None = None            # size of the device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a process holds, as it is written. Claims are not in it: :meth:`Slot.claim`."""
+    ram: RamUsage = field(default_factory=RamUsage)
+    devices: tuple[DeviceReport, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """One process as it was last read."""
+    slot: int
+    sequence: int
+    pid: int
+    start: int
+    name: str
+    address: str
+    family: int
+    busy: bool
+    prompts: int
+    ram: RamUsage
+    devices: dict[str, DeviceReport]
+    settled: bool = True                # False: its owner has stopped in the middle of writing it
+
+
+_fence_lock = threading.Lock()
+
+
+def _fence() -> None:
+    # Memory accesses are not moved across taking and giving back a lock; Python has no other barrier.
+    with _fence_lock:
+        pass
+
+
+def runtime_folder() -> Path:
+    """The private folder of this user that holds the ledger, made if it is not there.
+
+    ``COMFY_MULTIPROC_RUNTIME`` names another one. Raises LedgerError if it belongs to somebody else.
+    """
+    named = os.environ.get("COMFY_MULTIPROC_RUNTIME")
+    if named:
+        folder = Path(named)
+    elif hasattr(os, "getuid"):
+        # A service has often no XDG_RUNTIME_DIR, while the user's login shell has; both must find the same folder.
+        for base in (os.environ.get("XDG_RUNTIME_DIR"), f"/run/user/{os.getuid()}"):
+            if base and os.path.isdir(base) and os.stat(base).st_uid == os.getuid() and os.access(base, os.W_OK):
+                folder = Path(base) / "comfyui-multiproc"
+                break
+        else:
+            folder = Path(tempfile.gettempdir()) / f"comfyui-multiproc-{os.getuid()}"
+    else:
+        folder = Path(tempfile.gettempdir()) / "comfyui-multiproc"
+    try:
+        folder.mkdir(mode=0o700, parents=bool(named), exist_ok=True)
+        found = os.lstat(folder)
+    except OSError as e:
+        raise LedgerError(f"cannot make the folder {folder}: {e.strerror}; "
+                          "set COMFY_MULTIPROC_RUNTIME to a folder that you own") from None
+    if not stat.S_ISDIR(found.st_mode):
+        raise LedgerError(f"{folder} is not a folder; remove it, or set COMFY_MULTIPROC_RUNTIME to a folder that you own")
+    if hasattr(os, "getuid"):
+        if found.st_uid != os.getuid():
+            raise LedgerError(f"{folder} belongs to another user; remove it, or set COMFY_MULTIPROC_RUNTIME to a folder "
+                              "that you own")
+        if found.st_mode & 0o077:
+            os.chmod(folder, 0o700)
+    return folder
+
+
+def _text(value: str, size: int) -> bytes:
+    return value.replace("\0", "").encode("utf-8", "replace")[:size - 1].decode("utf-8", "ignore").encode()
+
+
+def _read_text(value: bytes) -> str:
+    return value.split(b"\0", 1)[0].decode("utf-8", "replace")
+
+
+def _word(value: float | None) -> int:
+    return UNKNOWN if value is None else max(0, min(int(value), UNKNOWN - 1))
+
+
+def _figure(word: int) -> int | None:
+    return None if word == UNKNOWN else word
+
+
+def _pack_device(report: DeviceReport, claimed: int, capturing: bool) -> bytes:
+    usage = report.usage
+    candidates = report.candidates[:CANDIDATES]
+    parts = [DEVICE_HEAD.pack(_text(report.key, 64), *map(_word, (
+        usage.resident, usage.cached, usage.fixed, usage.scratch, claimed, usage.committed, usage.reclaimable,
+        report.allocator, report.pager, len(candidates), capturing, report.total, 0, 0, 0, 0)))]
+    for c in candidates:
+        kind = KINDS.index(c.kind) | (IN_USE if c.in_use else 0) | (DYNAMIC if c.dynamic else 0)
+        parts.append(CANDIDATE.pack(int(c.id), kind, _word(c.resident), _word(c.size), _word(c.refs), 0, _text(c.name, 48)))
+    return b"".join(parts).ljust(DEVICE_SIZE, b"\0")
+
+
+def _unpack(slot: int, data: bytes) -> Process:
+    (sequence, pid, start, _, flags, prompts, _, count, rss, pinned, registered, backups, outputs, family, _, _,
+     name, address) = SLOT_HEAD.unpack_from(data)
+    busy = bool(flags & BUSY)
+    devices = {}
+    at = SLOT_HEAD.size
+    for _ in range(min(count, DEVICES)):
+        key, resident, cached, fixed, scratch, claimed, committed, reclaimable, allocator, pager, number, capturing, total, *_ = \
+            DEVICE_HEAD.unpack_from(data, at)
+        candidates = []
+        for i in range(min(number, CANDIDATES)):
+            id_, kind, held, size, refs, _, what = CANDIDATE.unpack_from(data, at + DEVICE_HEAD.size + i * CANDIDATE.size)
+            if kind & 255 < len(KINDS):
+                candidates.append(Candidate(id=str(id_), name=_read_text(what), kind=KINDS[kind & 255], resident=held,
+                                            size=size, refs=refs, in_use=bool(kind & IN_USE), dynamic=bool(kind & DYNAMIC)))
+        text = _read_text(key)
+        devices[text] = DeviceReport(
+            key=text, candidates=tuple(candidates), allocator=_figure(allocator), pager=_figure(pager),
+            total=_figure(total),
+            usage=DeviceUsage(resident=_figure(resident), cached=_figure(cached), fixed=_figure(fixed),
+                              scratch=_figure(scratch), claimed=_figure(claimed), committed=_figure(committed),
+                              reclaimable=_figure(reclaimable), busy=busy, capturing=bool(capturing)))
+        at += DEVICE_SIZE
+    return Process(slot=slot, sequence=sequence, pid=pid, start=start, name=_read_text(name), address=_read_text(address),
+                   family=family, busy=busy, prompts=prompts, devices=devices,
+                   ram=RamUsage(resident=_figure(rss), pinned=_figure(pinned), registered=_figure(registered),
+                                backups=_figure(backups), outputs=_figure(outputs)))
+
+
+class Ledger:
+    """The ledger file, open. Any thread may read.
+
+    `create` False opens an existing file for reading only. Raises LedgerError.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None, create: bool = True):
+        self.folder = runtime_folder() if folder is None else Path(folder)
+        self.path = self.folder / f"ledger-{VERSION}-{pid_namespace()}"
+        self._lock = threading.Lock()
+        if create:
+            with self.lock():
+                if not self._usable():
+                    self._make()
+        elif not self._usable():
+            raise LedgerError(f"no ComfyUI process of this user has run since the machine started: {self.path} is not there")
+        try:
+            with open(self.path, "r+b" if create else "rb") as f:
+                self._inode = os.fstat(f.fileno()).st_ino
+                self._map = mmap.mmap(f.fileno(), FILE_SIZE, access=mmap.ACCESS_WRITE if create else mmap.ACCESS_READ)
+        except (OSError, ValueError) as e:
+            raise LedgerError(f"cannot open {self.path}: {e}; remove it and start again") from None
+        self._words = memoryview(self._map).cast("Q")
+        self._seen: list[Process | None] = [None] * SLOTS
+        self._looked: list[tuple[float, int, int, bool]] = [(0.0, 0, 0, False)] * SLOTS
+
+    def lock(self) -> _BoundedLock:
+        """The lock under which slots are taken and given back; a context manager that waits at most 10 seconds."""
+        return _BoundedLock(str(self.path) + ".lock")
+
+    def _usable(self) -> bool:
+        try:
+            with open(self.path, "rb") as f:
+                if os.fstat(f.fileno()).st_size != FILE_SIZE:
+                    return False
+                magic, version, boot, slots, size, _ = HEADER.unpack(f.read(HEADER.size))
+        except FileNotFoundError:
+            return False
+        except OSError as e:
+            raise LedgerError(f"cannot read {self.path}: {e.strerror}; remove it, or set COMFY_MULTIPROC_RUNTIME to a "
+                              "folder that you own") from None
+        return (magic, version, boot, slots, size) == (MAGIC, VERSION, boot_id(), SLOTS, SLOT_SIZE)
+
+    def _make(self) -> None:
+        """Put a new file in the place of one that is missing, damaged or left by another boot.
+
+        Never in place: cutting a file short kills whoever has it mapped. Processes that still use the old one notice
+        that it has been replaced (:attr:`replaced`).
+        """
+        try:
+            handle, temporary = tempfile.mkstemp(dir=self.folder, prefix="ledger-")   # made with mode 0600
+            with os.fdopen(handle, "wb") as f:
+                f.write(HEADER.pack(MAGIC, VERSION, boot_id(), SLOTS, SLOT_SIZE, 0))
+                f.truncate(FILE_SIZE)
+            os.replace(temporary, self.path)
+        except OSError as e:
+            raise LedgerError(f"cannot make {self.path}: {e.strerror}; make room there, or set COMFY_MULTIPROC_RUNTIME to "
+                              "another folder") from None
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the file at this path is no longer the one that is open (deleted, or made anew by somebody)."""
+        try:
+            return os.stat(self.path).st_ino != self._inode
+        except OSError:
+            return True
+
+    @property
+    def changes(self) -> int:
+        """Grows whenever a process takes a slot or gives one back."""
+        return self._words[CHANGES]
+
+    def close(self) -> None:
+        """Unmap the file."""
+        with self._lock:
+            self._words.release()
+            self._map.close()
+
+    def age(self, slot: int) -> float:
+        """Seconds since the owner of `slot` has last said that what is there is so."""
+        return max(0.0, time.monotonic() - self._words[(HEADER_SIZE + slot * SLOT_SIZE) // 8 + 6] / 1e9)
+
+    def take(self, name: str, address: str = "", *, family: int = 0) -> Slot | None:
+        """A slot for this process, with its name for people, where its endpoint listens, and which family it belongs to.
+
+        None when all 64 belong to live processes.
+        """
+        pid = os.getpid()
+        start = process_start(pid) or 0
+        words = self._words
+        with self.lock():
+            for i in range(SLOTS):
+                at = (HEADER_SIZE + i * SLOT_SIZE) // 8
+                if words[at + 1] and alive(words[at + 1], words[at + 2]):
+                    continue
+                sequence = words[at] + 1 | 1
+                words[at] = sequence
+                _fence()
+                head = SLOT_HEAD.pack(sequence, pid, start, words[at + 3] + 1, 0, 0, time.monotonic_ns(), 0,
+                                      *[UNKNOWN] * 5, family, 0, 0, _text(name, 64), _text(address, 192))
+                first = HEADER_SIZE + i * SLOT_SIZE
+                self._map[first + 8:first + SLOT_HEAD.size] = head[8:]
+                _fence()
+                words[at] = sequence + 1
+                words[CHANGES] += 1
+                return Slot(self, i, pid, start)
+        return None
+
+    def processes(self, exact: bool = False) -> Iterator[Process]:
+        """Every live process that is listed. `exact`: look whether each one lives now, not up to 50 ms ago."""
+        for i in range(SLOTS):
+            process = self.read(i, exact)
+            if process is not None:
+                yield process
+
+    def read(self, slot: int, exact: bool = False) -> Process | None:
+        """The process in `slot`; None when there is none or it has ended."""
+        words = self._words
+        at = (HEADER_SIZE + slot * SLOT_SIZE) // 8
+        pid = words[at + 1]
+        if not pid:
+            return None
+        start = words[at + 2]
+        now = time.monotonic()
+        looked, looked_pid, looked_start, lives = self._looked[slot]
+        if exact or looked_pid != pid or looked_start != start or (lives and now - looked > LOOK_AGAIN):
+            lives = alive(pid, start)
+            self._looked[slot] = (now, pid, start, lives)
+        if not lives:
+            return None
+        seen = self._seen[slot]
+        for n in range(READ_TRIES):
+            sequence = words[at]
+            if seen is not None and seen.sequence == sequence and seen.pid == pid:
+                return seen
+            if not sequence & 1:
+                _fence()
+                first = HEADER_SIZE + slot * SLOT_SIZE
+                count = min(words[at + 7], DEVICES)
+                data = self._map[first:first + SLOT_HEAD.size + count * DEVICE_SIZE]
+                _fence()
+                if words[at] == sequence:
+                    seen = self._seen[slot] = _unpack(slot, data)
+                    return seen
+            if n:
+                time.sleep(0.00005)
+        if seen is not None and (seen.pid, seen.start) == (pid, start):
+            # What it wrote last is the best there is: its owner has been stopped, so it has changed nothing since.
+            return dataclasses.replace(seen, settled=False, busy=True)
+        return Process(slot=slot, sequence=1, pid=pid, start=start, name=f"process {pid}", address="", family=0, busy=True,
+                       prompts=0, ram=RamUsage(), devices={}, settled=False)
+
+
+class _BoundedLock:
+    """A file lock as a context manager that gives up after a bound instead of waiting for ever."""
+
+    def __init__(self, path: str):
+        self._path = path
+
+    def __enter__(self) -> None:
+        # Here, because reading the ledger (`comfy-multiproc top`) must work on a bare Python.
+        import filelock
+        self._lock = filelock.FileLock(self._path, mode=0o600)
+        try:
+            self._lock.acquire(timeout=LOCK_SECONDS, poll_interval=0.002)
+        except filelock.Timeout:
+            raise LedgerError(f"another process has held {self._path} for {LOCK_SECONDS:.0f} seconds; "
+                              "look for a stopped ComfyUI process and continue or end it") from None
+        except OSError as e:
+            raise LedgerError(f"cannot lock {self._path}: {e.strerror}; set COMFY_MULTIPROC_RUNTIME to a folder "
+                              "that you own") from None
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+class Slot:
+    """This process's own slot. Any thread may write; what others read is always one whole writing."""
+
+    def __init__(self, ledger: Ledger, index: int, pid: int, start: int):
+        self.index = index
+        self._ledger = ledger
+        self._pid, self._start = pid, start
+        self._lock = threading.Lock()
+        self._report = Report()
+        self._claims: dict[str, int] = {}
+        self._busy = False
+        self._capturing: set[str] = set()
+        self._written: object = None
+
+    def confirm(self) -> None:
+        """Say that what is written is still so. One word: nobody has to read the slot again."""
+        self._ledger._words[self._at + 6] = time.monotonic_ns()
+
+    def publish(self, report: Report) -> None:
+        """Write what this process holds. Nothing is written if nothing but the time has changed.
+
+        Raises ValueError for more than 16 devices.
+        """
+        with self._lock:
+            self._report = report
+            self._publish()
+
+    def claim(self, device: str, size: int) -> None:
+        """Write what this process has been admitted for on `device` and has not allocated yet; 0 ends it."""
+        with self._lock:
+            if self._claims.get(device, 0) == size:
+                return
+            if size > 0:
+                self._claims[device] = size
+            else:
+                del self._claims[device]
+            self._publish()
+
+    def claimed(self, device: str) -> int:
+        """What :meth:`claim` has written last."""
+        return self._claims.get(device, 0)
+
+    def busy(self, busy: bool, *, prompt: bool = False) -> None:
+        """Write whether a prompt runs; `prompt` counts one more."""
+        with self._lock:
+            if busy != self._busy or prompt:
+                self._busy = busy
+                prompts = self._ledger._words[self._at + 5] + prompt
+                self._write(4 * 8, struct.pack("<2Q", BUSY if busy else 0, prompts))
+
+    def capture(self, device: str, capturing: bool) -> None:
+        """Write whether a graph is being captured on `device`."""
+        with self._lock:
+            (self._capturing.add if capturing else self._capturing.discard)(device)
+            self._publish()
+
+    def close(self) -> None:
+        """Give the slot back."""
+        with self._lock:
+            words = self._ledger._words
+            with self._ledger.lock():
+                if words[self._at + 1] == self._pid and words[self._at + 2] == self._start:
+                    words[self._at + 1] = 0
+                    words[CHANGES] += 1
+
+    @property
+    def _at(self) -> int:
+        return (HEADER_SIZE + self.index * SLOT_SIZE) // 8
+
+    def _publish(self) -> None:
+        devices: Sequence[DeviceReport] = self._report.devices
+        listed = {d.key for d in devices}
+        more = [DeviceReport(key=key, usage=DeviceUsage(resident=0)) for key in self._claims.keys() | self._capturing
+                if key not in listed]
+        if len(devices) + len(more) > DEVICES:
+            raise ValueError(f"a process can list {DEVICES} devices, not {len(devices) + len(more)}")
+        ram = self._report.ram
+        body = struct.pack("<6Q", len(devices) + len(more), *map(_word, (
+            ram.resident, ram.pinned, ram.registered, ram.backups, ram.outputs)))
+        table = b"".join(_pack_device(d, self._claims.get(d.key, 0), d.key in self._capturing)
+                         for d in (*devices, *more))
+        # RAM changes all the time; a few megabytes are not worth that every reader parses the slot again.
+        written = table, body[:8], [None if f is None else f >> 24 for f in (ram.resident, ram.pinned, ram.registered, ram.backups,
+                                                                            ram.outputs)]
+        if self._written == written:
+            return
+        self._written = written
+        self._write(6 * 8, struct.pack("<Q", time.monotonic_ns()) + body, table)
+
+    def _write(self, offset: int, data: bytes, table: bytes = b"") -> None:
+        words, at = self._ledger._words, self._at
+        first = HEADER_SIZE + self.index * SLOT_SIZE
+        sequence = words[at] | 1
+        words[at] = sequence
+        _fence()
+        self._ledger._map[first + offset:first + offset + len(data)] = data
+        if table:
+            self._ledger._map[first + SLOT_HEAD.size:first + SLOT_HEAD.size + len(table)] = table
+        _fence()
+        words[at] = sequence + 1

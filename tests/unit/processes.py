@@ -1,0 +1,68 @@
+"""Real processes for the tests of the ledger and the peers: children that run a function of a test module and talk over a pipe."""
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+SECONDS = 30.0      # a bound on hangs, never a measure of anything
+
+context = multiprocessing.get_context("spawn")
+
+
+class Child:
+    """A process that runs ``target(pipe, *args)``. `tell` sends to it, `hear` waits for what it sends."""
+
+    def __init__(self, target: Callable[..., None], *args: Any):
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=target, args=(theirs, *args), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def tell(self, what: Any) -> None:
+        self.pipe.send(what)
+
+    def hear(self) -> Any:
+        assert self.pipe.poll(SECONDS), "the child said nothing"
+        return self.pipe.recv()
+
+    def call(self, what: Any) -> Any:
+        self.tell(what)
+        return self.hear()
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it has ended."""
+        os.kill(self.pid, signal.SIGKILL)
+        self.process.join(SECONDS)
+
+    def stop(self) -> None:
+        """SIGSTOP, and wait until the system says so."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+
+@contextmanager
+def children(*targets: tuple[Any, ...]) -> Iterator[list[Child]]:
+    """Children that are gone when the block ends, however it ends."""
+    started: list[Child] = []
+    try:
+        for target, *args in targets:
+            started.append(Child(target, *args))
+        yield started
+    finally:
+        for child in started:
+            child.process.kill()
+            child.process.join(SECONDS)
+            child.process.close()
+            child.pipe.close()
