@@ -180,7 +180,7 @@ def settle(place: str) -> None:
 
 
 def _running() -> _Load | None:
-    return getattr(_here, "load", None)
+    return getattr(_here, "load", None) if _loads else None
 
 
 def _end(load: _Load) -> None:

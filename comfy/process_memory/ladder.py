@@ -154,8 +154,10 @@ def make_room(device: Any, size: float, reason: Reason = Reason.OOM) -> int:
 
     For an exception handler, where models of this process cannot be unloaded.
     """
+    if not registry.entries:
+        return 0
     place = devices.key(device)
-    if not registry.entries or place is None or registry.is_serving():
+    if place is None or registry.is_serving():
         return 0
     mm = manager()
     before = mm.get_free_memory(device)

@@ -53,6 +53,21 @@ class _Call:
         self.seconds = 0.0
 
 
+class Count(NamedTuple):
+    """What one provider has counted."""
+    entry: Entry
+    value: Any     # None: unknown
+    age: float     # seconds since it was counted; 0.0: just now
+
+
+class _Last:
+    __slots__ = ("at", "count")
+
+    def __init__(self, count: Count) -> None:
+        self.count = count
+        self.at = 0.0
+
+
 class Entry:
     """One registered provider, its health, and the helper thread its calls run on."""
 
@@ -68,7 +83,7 @@ class Entry:
         self._closed = False
         self._running: _Call | None = None
         self._calls: SimpleQueue[_Call | None] | None = None
-        self._known: dict[tuple[Any, ...], tuple[Any, float]] = {}
+        self._known: dict[tuple[Any, ...], _Last] = {}
 
     def __repr__(self) -> str:
         return f"{self.name} (pid {self.pid})" if self.pid else self.name
@@ -132,20 +147,30 @@ class Entry:
             self.failures = 0
             logging.info("Process memory: %s answers again", self)
 
-    def known(self, *count: Any) -> tuple[Any, float]:
-        """What `count` gave last, and how many seconds ago; (None, inf) if never."""
-        value, at = self._known.get(count, (None, -float("inf")))
-        return value, time.monotonic() - at
+    def known(self, key: tuple[Any, ...]) -> Count:
+        """What a count gave last, with its age; (None, inf) if never."""
+        last = self._known.get(key)
+        return Count(self, None, float("inf")) if last is None else Count(self, last.count.value, time.perf_counter() - last.at)
 
-    def counted(self, count: tuple[Any, ...], value: Any, seconds: float) -> None:
+    def counted(self, key: tuple[Any, ...], value: Any, seconds: float, now: float) -> Count:
         """Take note of a count, and leave the provider out if it keeps being slow."""
-        self._known[count] = (value, time.monotonic())
-        self._slow = self._slow + 1 if seconds > SLOW_COUNT else 0
-        if self._slow >= SLOW_COUNTS:
-            self._slow = SLOW_COUNTS - 1
-            self.failed(f"{count[0]} takes {seconds * 1000:.0f} ms; counting must be answered from local state")
+        last = self._known.get(key)
+        if last is None:
+            last = self._known[key] = _Last(Count(self, value, 0.0))
+        elif last.count.value is not value:
+            last.count = Count(self, value, 0.0)
+        last.at = now
+        if seconds > SLOW_COUNT:
+            self._slow += 1
+            if self._slow >= SLOW_COUNTS:
+                self._slow = SLOW_COUNTS - 1
+                self.failed(f"{key[0]} takes {seconds * 1000:.0f} ms; counting must be answered from local state")
+                return last.count
         else:
+            self._slow = 0
+        if self.failures:
             self.answered()
+        return last.count
 
     def close(self) -> None:
         """End the helper thread once it has nothing left to do."""
@@ -230,43 +255,38 @@ def is_serving() -> bool:
     return getattr(_here, "serving", 0) > 0
 
 
-class Count(NamedTuple):
-    """What one provider has counted."""
-    entry: Entry
-    value: Any     # None: unknown
-    age: float     # seconds since it was counted; 0.0: just now
-
-
 def count(method: str, *args: Any) -> list[Count]:
     """Ask every provider to count: `usage` or `candidates` with a device key, or `ram`.
 
     Whoever cannot be called now, or is busy with a request, is given with what it counted last.
     """
-    kind = _KINDS[method]
-    snapshot = entries
-    found: dict[Entry, Count] = {}
-    calls: list[tuple[Entry, _Call]] = []
-    for entry in snapshot:
-        if not entry.ready:
-            continue
-        if entry.provider.inline_counting:
-            began = time.perf_counter()
+    key = (method, *args)
+    counts: list[Count | None] = []
+    calls: list[tuple[int, Entry, _Call]] = []
+    now = time.perf_counter()
+    for entry in entries:
+        provider = entry.provider
+        if entry.failures and not entry.ready:
+            counts.append(entry.known(key))
+        elif provider.inline_counting:
             try:
-                value = getattr(entry.provider, method)(*args)
+                value = getattr(provider, method)(*args)
             except Exception as error:
                 entry.failed(f"{method} raised {type(error).__name__}: {error}")
+                counts.append(entry.known(key))
                 continue
-            entry.counted((method, *args), value, time.perf_counter() - began)
-            found[entry] = Count(entry, value, 0.0)
-        elif not entry.asked:
-            calls.append((entry, entry.start(method, *args)))
-    deadline = time.monotonic() + COUNT_DEADLINE
-    for entry, call in calls:
-        value = entry.finish(call, max(0.0, deadline - time.monotonic()), kind)
-        if value is not None:
-            entry.counted((method, *args), value, call.seconds)
-            found[entry] = Count(entry, value, 0.0)
-    return [found.get(entry) or Count(entry, *entry.known(method, *args)) for entry in snapshot]
+            began, now = now, time.perf_counter()
+            counts.append(entry.counted(key, value, now - began, now))
+        elif entry.asked:
+            counts.append(entry.known(key))
+        else:
+            calls.append((len(counts), entry, entry.start(method, *args)))
+            counts.append(None)
+    deadline = now + COUNT_DEADLINE
+    for index, entry, call in calls:
+        value = entry.finish(call, max(0.0, deadline - time.perf_counter()), _KINDS[method])
+        counts[index] = entry.known(key) if value is None else entry.counted(key, value, call.seconds, time.perf_counter())
+    return [count for count in counts if count is not None]
 
 
 def ask(method: str, requests: Sequence[tuple[Entry, ReleaseRequest]]) -> list[Receipt | None]:

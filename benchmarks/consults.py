@@ -1,0 +1,114 @@
+"""What each consult costs: with no provider registered, and with sixteen.
+
+    python benchmarks/consults.py [--json]
+
+Needs no ComfyUI and no torch. With no provider a consult may take 300 ns.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import timeit
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from comfy import process_memory
+from comfy.process_memory import Candidate, DeviceUsage, Outcome, ProcessMemoryProvider, Receipt, ReleaseRequest, registry
+
+LIMIT_NS = 300
+CARD = types.SimpleNamespace(type="cpu", index=0)
+MODEL = types.SimpleNamespace(device=CARD)
+ENTRY = (-1, 3, 100, 0)
+
+
+class Peer(ProcessMemoryProvider):
+    """Answers at once from what it has ready."""
+
+    name = "peer"
+    _usage = DeviceUsage(resident=4 << 30, cached=0, fixed=0, scratch=0, claimed=0, committed=4 << 30, reclaimable=4 << 30, busy=False)
+    _candidates = tuple(Candidate(id=str(i), name="model", resident=1 << 30, size=1 << 30) for i in range(4))
+
+    def __init__(self, inline: bool):
+        self.inline_counting = inline
+
+    def usage(self, device: str) -> DeviceUsage:
+        return self._usage
+
+    def candidates(self, device: str) -> tuple[Candidate, ...]:
+        return self._candidates
+
+    def release(self, request: ReleaseRequest) -> Receipt:
+        return Receipt(outcome=Outcome.FREED, freed=request.bytes)
+
+
+def nanoseconds(call: Callable[[], Any], number: int) -> float:
+    """Median over rounds of what one call takes, without the loop around it."""
+    empty = min(timeit.repeat(lambda: None, number=number, repeat=5))
+    rounds = timeit.repeat(call, number=number, repeat=9)
+    return max(0.0, statistics.median(rounds) - empty) / number * 1e9
+
+
+def without_providers() -> dict[str, float]:
+    def nothing() -> None:
+        pass
+    bare = nanoseconds(nothing, 200_000)
+    consults: dict[str, Callable[[], Any]] = {
+        "candidates": lambda: process_memory.candidates(CARD, [], 1, False),
+        "asked": lambda: process_memory.asked(ENTRY),
+        "rest": process_memory.rest,
+        "free": lambda: process_memory.free(CARD, 1, 1),
+        "admit": lambda: process_memory.admit({}, 0),
+        "budget": lambda: process_memory.budget(MODEL, 0.1),
+        "loaded": process_memory.loaded,
+        "node_started": process_memory.node_started,
+        "node_ended": process_memory.node_ended,
+        "release_caches": process_memory.release_caches,
+        "make_room": lambda: process_memory.make_room(CARD, 1),
+    }
+    found = {name: nanoseconds(call, 200_000) for name, call in consults.items()}
+    for name, decorate in (("admitting", process_memory.admitting), ("everywhere", process_memory.everywhere),
+                           ("with_processes", process_memory.with_processes)):
+        found[name] = max(0.0, nanoseconds(decorate(nothing), 200_000) - bare)
+    return found
+
+
+def with_providers() -> dict[str, float]:
+    """Microseconds."""
+    found = {}
+    for kind, inline in (("inline", True), ("helper threads", False)):
+        peers = [Peer(inline) for _ in range(16)]
+        for peer in peers:
+            registry.register(peer)
+        found[f"usage of 16, {kind}"] = nanoseconds(lambda: registry.count("usage", "cpu:0"), 300) / 1000
+        found[f"usage and candidates of 16, {kind}"] = nanoseconds(
+            lambda: (registry.count("usage", "cpu:0"), registry.count("candidates", "cpu:0")), 300) / 1000
+        entry = registry.entries[0]
+        found[f"one release that frees at once, {kind}"] = nanoseconds(
+            lambda: registry.ask("release", [(entry, ReleaseRequest(device="cpu:0", bytes=1))]), 300) / 1000
+        for peer in peers:
+            registry.unregister(peer)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    nobody, sixteen = without_providers(), with_providers()
+    if args.json:
+        sys.stdout.write(json.dumps({"no_provider_ns": nobody, "sixteen_providers_us": sixteen, "limit_ns": LIMIT_NS}) + "\n")
+    else:
+        for name, value in nobody.items():
+            sys.stdout.write(f"no provider: {name:24} {value:8.0f} ns{'   over ' + str(LIMIT_NS) if value > LIMIT_NS else ''}\n")
+        for name, value in sixteen.items():
+            sys.stdout.write(f"{name:48} {value:8.1f} us\n")
+    return 1 if max(nobody.values()) > LIMIT_NS else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
