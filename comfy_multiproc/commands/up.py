@@ -1,13 +1,13 @@
 """up: everything from nothing to a running server."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from comfy_multiproc import launch
 from comfy_multiproc.commands import common
 from comfy_multiproc.console import Console
 from comfy_multiproc.environment import TORCH, Environment, project_root, requirement_lines
+from comfy_multiproc.fork.errors import writing
 
 
 def configure(commands: Any) -> None:
@@ -28,11 +28,14 @@ def run(args: argparse.Namespace, console: Console) -> int:
     environment.ensure([*TORCH, *requirement_lines(built.path / "requirements.txt")], console.progress)
     arguments = [*args.rest, *device(environment, args.rest, console)]
     address.check_free()
+    # With --base-directory ComfyUI makes its user folder there, and still opens its database in this one.
+    with writing(built.path):
+        (built.path / "user").mkdir(exist_ok=True)
     console.progress(f"Starting ComfyUI {built.version} in {built.path}")
     console.settle()
     return launch.serve(
         environment.python,
-        Path(built.path),
+        built.path,
         arguments,
         address=address,
         answered=lambda: console.say(console.strong(f"ComfyUI answers at {address.url} (Ctrl-C stops it)")),

@@ -59,7 +59,7 @@ def snapshot(root: Path) -> dict[str, bytes]:
 
 def test_a_clean_checkout_is_taken_as_it_is_and_not_written_to(checkout: Path) -> None:
     # The same bytes with a new time are what makes `git status` want to write the index.
-    os.utime(checkout / "main.py")
+    os.utime(checkout / "main.py", (1_000_000_000, 1_000_000_000))
     (checkout / "untracked.txt").write_text("mine")
     before = snapshot(checkout)
     source = upstream.find(checkout, None)
