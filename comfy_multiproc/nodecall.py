@@ -1,0 +1,217 @@
+"""In a worker: one call of a node, as ComfyUI's executor would have made it here.
+
+A call names a class, a method and where in the workflow it belongs; inputs and result are values that have crossed already.
+All of this runs on the worker's execution thread.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from comfy.process_memory import moments
+
+OUTPUT = "comfy_multiproc.output"       # marks a result in the newer style
+
+
+@dataclass(frozen=True)
+class Call:
+    """Which method of which node, and for which place in which prompt. Crosses as JSON."""
+    node: str                       # class id, as in NODE_CLASS_MAPPINGS
+    method: str
+    instance: int | None            # number of the instance; None: the class is asked
+    prompt: str = ""
+    id: str = ""                    # of the node in the prompt
+    index: int | None = None        # which item of a list
+    nested: bool = False            # in the newer style: inputs are restructured as `values["paths"]` say
+    preview: str | None = None      # the preview method of the prompt
+    client: str | None = None       # the client that the prompt belongs to
+
+    def data(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+    @classmethod
+    def of(cls, data: Any) -> Call:
+        """Raises ValueError if `data` describes no call."""
+        known = {field.name for field in fields(cls)}
+        if not isinstance(data, dict) or not known >= set(data) or not all(isinstance(data.get(k), str) for k in ("node", "method")):
+            raise ValueError("not a node call of this version")
+        if data["method"].startswith("_"):
+            raise ValueError(f"no node has a method {data['method']}")
+        return cls(**{"instance": None, **data})
+
+
+class Nodes:
+    """The node instances of this worker, and the running of their methods."""
+
+    def __init__(self) -> None:
+        self._instances: dict[int, Any] = {}
+        self._tracker: Any = None
+        self._prompt: str | None = None
+
+    def drop(self, number: int) -> None:
+        """The host's instance is gone. Any thread."""
+        self._instances.pop(number, None)
+
+    def drop_all(self) -> None:
+        self._instances.clear()
+
+    async def run(self, call: Call, values: dict[str, Any]) -> Any:
+        """The result of the method, in a form that crosses: see :func:`packed`.
+
+        `values`: ``inputs`` by name; in the newer style also ``hidden`` by name, and ``paths`` and what else the executor passes
+        along as `v3_data`. Raises whatever the method raises.
+        """
+        self._enter_prompt(call)
+        executing = call.index is not None and call.instance is not None
+        if executing:
+            moments.before_node()
+        try:
+            return packed(await self._call(call, values))
+        finally:
+            if executing:
+                end_of_node()
+                moments.after_node()
+
+    async def _call(self, call: Call, values: dict[str, Any]) -> Any:
+        from comfy_execution.graph_utils import GraphBuilder
+        from comfy_execution.utils import CurrentNodeContext
+        inputs = {name: unpacked_prompt(value) for name, value in values["inputs"].items()}
+        if self._tracker is not None:
+            self._tracker.add(inputs)
+        cls = class_of(call.node)
+        function = self._function(cls, call, values)
+        if call.nested:
+            from comfy_api.latest import _io
+            inputs = _io.build_nested_inputs(inputs, values["v3"])
+        if call.index is not None:
+            # Only this process knows its own counter; the executor sets it before each call.
+            GraphBuilder.set_default_prefix(call.id, call.index, 0)
+        with CurrentNodeContext(call.prompt, call.id, call.index):
+            result = function(**inputs)
+            if inspect.isawaitable(result):
+                result = await result
+        if self._tracker is not None:
+            self._tracker.add(outputs_of(result))
+        return result
+
+    def _function(self, cls: Any, call: Call, values: dict[str, Any]) -> Any:
+        if is_v3(cls):
+            from comfy_api.internal import make_locked_method_func
+            from comfy_api.latest import io
+            hidden = {io.Hidden[name]: unpacked_prompt(value) for name, value in values.get("hidden", {}).items()}
+            cls.VALIDATE_CLASS()
+            clone = cls.PREPARE_CLASS_CLONE({**values.get("v3", {}), "hidden_inputs": hidden})
+            return make_locked_method_func(cls, cls.FUNCTION if call.method == "execute" else call.method, clone)
+        if call.instance is None:
+            return getattr(cls, call.method)
+        node = self._instances.get(call.instance)
+        if node is None:
+            node = self._instances[call.instance] = cls()
+        return getattr(node, call.method)
+
+    def _enter_prompt(self, call: Call) -> None:
+        if call.preview is not None:
+            import latent_preview
+            latent_preview.set_preview_method(call.preview)
+        if call.prompt and call.prompt != self._prompt:
+            self._prompt = call.prompt
+            self.begin_prompt()
+
+    def begin_prompt(self) -> None:
+        """The models that the coming calls use are in use from now on."""
+        import comfy.model_patcher
+        tracker = getattr(comfy.model_patcher, "PromptModelTracker", None)      # since 0.30.0
+        if tracker is not None and self._tracker is None:
+            self._tracker = tracker()
+        if self._tracker is not None:
+            self._tracker.start()
+
+    def end_prompt(self, prompt: str | None = None) -> None:
+        """The prompt is over, in this worker too: its models may be given back first. On the execution thread."""
+        if prompt is None or prompt == self._prompt:
+            self._prompt = None
+            if self._tracker is not None:
+                self._tracker.end()
+
+
+def class_of(name: str) -> Any:
+    """The node class. Raises LookupError."""
+    import nodes
+    try:
+        return nodes.NODE_CLASS_MAPPINGS[name]
+    except KeyError:
+        raise LookupError(f"there is no node {name} in this worker") from None
+
+
+def is_v3(cls: Any) -> bool:
+    from comfy_api.internal import _ComfyNodeInternal
+    return isinstance(cls, type) and issubclass(cls, _ComfyNodeInternal)
+
+
+def packed(result: Any) -> Any:
+    """The result with what only this process knows turned into plain data: ``ui`` as a dictionary, exact tuples and lists."""
+    from comfy_api.internal import _NodeOutputInternal
+    if isinstance(result, _NodeOutputInternal):
+        ui = result.ui if result.ui is None or isinstance(result.ui, dict) else result.ui.as_dict()
+        return {OUTPUT: True, "args": tuple(result.args), "ui": ui, "expand": result.expand, "block": result.block_execution}
+    for exact in (tuple, list, dict):
+        if isinstance(result, exact) and type(result) is not exact:
+            return exact(result)
+    return result
+
+
+def unpacked(result: Any) -> Any:
+    """In the host: what :func:`packed` made, as the executor expects it."""
+    if isinstance(result, dict) and result.get(OUTPUT) is True:
+        from comfy_api.latest import io
+        return io.NodeOutput(*result["args"], ui=result["ui"], expand=result["expand"], block_execution=result["block"])
+    return result
+
+
+DYNPROMPT = "comfy_multiproc.dynprompt"
+DYNPROMPT_FIELDS = ("original_prompt", "ephemeral_prompt", "ephemeral_parents", "ephemeral_display")
+
+
+def packed_prompt(value: Any) -> Any:
+    """In the host: the workflow as it has grown (hidden input DYNPROMPT) as plain data; anything else as it is."""
+    from comfy_execution.graph import DynamicPrompt
+    if isinstance(value, DynamicPrompt):
+        return {DYNPROMPT: {name: getattr(value, name) for name in DYNPROMPT_FIELDS}}
+    return value
+
+
+def unpacked_prompt(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) == 1 and DYNPROMPT in value:
+        from comfy_execution.graph import DynamicPrompt
+        prompt = DynamicPrompt(value[DYNPROMPT]["original_prompt"])
+        for name in DYNPROMPT_FIELDS:
+            setattr(prompt, name, value[DYNPROMPT][name])
+        return prompt
+    return value
+
+
+def outputs_of(result: Any) -> Any:
+    if isinstance(result, dict):
+        return result.get("result", ())
+    return getattr(result, "args", result)
+
+
+def end_of_node() -> None:
+    """Give back what a node leaves on the card: cast buffers and prefetched weights, as the executor does it after each node."""
+    import comfy.memory_management
+    import comfy.model_management
+    if not getattr(comfy.memory_management, "aimdo_enabled", False):
+        return
+    comfy.model_management.reset_cast_buffers()
+    prefetch = sys.modules.get("comfy.model_prefetch")
+    if prefetch is not None:
+        prefetch.cleanup_prefetch_queues()
+    try:
+        import comfy_aimdo.model_vbar
+        comfy_aimdo.model_vbar.vbars_reset_watermark_limits()
+    except Exception as error:
+        logging.debug("aimdo: %s", error)
