@@ -5,6 +5,7 @@ import threading
 import time
 
 from comfy.process_memory import Candidate, DeviceUsage, Kind, Outcome, ProcessMemoryProvider, Receipt
+from comfy.process_memory.provider import NOTHING
 
 CARD = "cpu:0"
 
@@ -48,6 +49,8 @@ class Peer(ProcessMemoryProvider):
 
     def release(self, request):
         self.asked.append((request.candidate, request.bytes))
+        if request.device != self.device:
+            return NOTHING
         if request.candidate == "cache":
             freed, self.cache = self.cache, 0
         else:
