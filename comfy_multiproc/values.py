@@ -1,0 +1,384 @@
+"""Node values on the wire.
+
+Plain data crosses as data, with its exact types; tensors and arrays as shared memory; what cannot cross stays where it is
+and a handle goes in its place. A message is JSON and file descriptors; nothing in it is unpickled or evaluated.
+
+    {"v": value, "s": [group, ...], "n": number}
+
+A group is ``[name, size, kept]`` for a segment whose descriptor comes with the message, or text with the bytes themselves.
+`n` is there if the message has handles that are on their way home: the receiver says when it has resolved them. A value
+that JSON has stands for itself; every other is ``{"$": kind, ...}``.
+
+Notices tell the other end what has become of what it sent:
+
+    {"returned": {segment: times}, "given_up": [segment], "released": [[owner, id, times]], "resolved": [n]}
+"""
+from __future__ import annotations
+
+import base64
+import itertools
+import logging
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import tensors
+from .encoding import Decoder, Encoder, Stays, handed_out
+from .handles import Handle, HandleLost, HandleTable
+from .shared import Attachments, Descriptor, Segment, SharedMemoryError, SharedPool
+
+GATHER = 0.002
+"""Seconds for which notices are gathered into one."""
+
+
+class TransferError(RuntimeError):
+    """A message that describes no value; the other process is of another version, or broken."""
+
+
+class Packet:
+    """An encoded value. `fds` go with the message that carries `body`; they stay open as long as the packet is referenced."""
+
+    __slots__ = ("_codec", "_files", "_lent", "_number", "body")
+
+    def __init__(self, codec: Codec, body: dict[str, Any], files: list[Descriptor], lent: list[str], number: int | None):
+        self.body = body
+        self._codec, self._files, self._lent, self._number = codec, files, lent, number
+
+    @property
+    def fds(self) -> list[int]:
+        return [file.fileno() for file in self._files]
+
+    def cancel(self) -> None:
+        """The message was never sent."""
+        body, self.body = self.body, {}
+        if body:
+            self._codec._take_back(body, self._lent, self._number)
+
+
+class Codec:
+    """One end of a link, as far as values are concerned. Any thread.
+
+    `handles` and `pool` are the process's. `notify(notice)` sends a notice to the other end's `receive`; it is called on a
+    thread of the codec's own and may raise ConnectionError. `private`: what is received can be edited without the sender
+    seeing it (a worker's end); otherwise it is shared with the sender, who does not write it again (the host's end).
+    `device(name)` says where a tensor of that device of the sender belongs here; None leaves it on the CPU.
+    """
+
+    def __init__(self, handles: HandleTable, pool: SharedPool, notify: Callable[[dict[str, Any]], None], *, private: bool,
+                 device: Callable[[str], torch.device | None] | None = None):
+        self.handles, self.pool = handles, pool
+        self._notify, self._private = notify, private
+        self._device = device or tensors.device_here
+        self._attachments = Attachments(pool, private)
+        self._lock = threading.Lock()
+        self._lent: dict[str, list[Any]] = {}                       # segment -> [times, Segment or array]
+        self._exported: dict[tuple[str, int], list[Any]] = {}       # (owner, id) -> [times, object or handle]
+        self._foreign: weakref.WeakValueDictionary[tuple[str, int], Handle] = weakref.WeakValueDictionary()
+        self._homeward: dict[int, list[Handle]] = {}
+        self._numbers = itertools.count(1)
+        self._closed: str | None = None
+        # The one thing a finalizer may touch: it runs at any point of any thread, even inside a lock of ours.
+        self._events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    # sending
+
+    def encode(self, value: Any) -> Packet:
+        """Make a value ready to send.
+
+        Everything is copied that has to be, so the value may change afterwards. Raises HandleLost for a handle whose owner
+        has ended, SharedMemoryError when there is no room.
+        """
+        encoder = Encoder(self.handles.process, self._homewards)
+        try:
+            body: dict[str, Any] = {"v": encoder.value(value)}
+        except (Stays, RecursionError):
+            # Too deep, or within itself.
+            encoder = Encoder(self.handles.process, self._homewards)
+            body = {"v": encoder.stay(value)}
+        files: list[Descriptor] = []
+        lent: list[str] = []
+        try:
+            if encoder.views or encoder.blocks:
+                body["s"] = self._place(encoder, files, lent)
+            number = None
+            if encoder.homeward:
+                number = body["n"] = next(self._numbers)
+                with self._lock:
+                    self._homeward[number] = encoder.homeward
+            self._export(encoder.outward)
+            return Packet(self, body, files, lent, number)
+        except BaseException:
+            self._take_back({}, lent, None)
+            raise
+
+    def _place(self, encoder: Encoder, files: list[Descriptor], lent: list[str]) -> list[Any]:
+        result: list[Any] = []
+        for group in tensors.groups(tensors.blocks(encoder.views, self._locate) + encoder.blocks):
+            if group[0].found is not None:
+                mapping, descriptor, array = group[0].found[0]
+                self._lend(mapping.name, array)
+                lent.append(mapping.name)
+                if descriptor is not None:
+                    files.append(descriptor)
+                result.append([mapping.name, mapping.size, False])
+                continue
+            size = tensors.extent(group)
+            if size <= tensors.INLINE:
+                result.append(tensors.inline(group))
+                continue
+            segment = self.pool.allocate(size)
+            try:
+                tensors.write(group, segment.array)
+            except BaseException:
+                self.pool.release(segment)
+                raise
+            if segment.descriptor is not None:
+                files.append(segment.descriptor)
+            if self.pool.crowded:
+                self.pool.abandon(segment)
+                result.append([segment.name, segment.size, None])
+            else:
+                self._lend(segment.name, segment)
+                lent.append(segment.name)
+                result.append([segment.name, segment.size, True])
+        return result
+
+    def _homewards(self, handle: Handle) -> bool:
+        return handle._route is self
+
+    def _export(self, outward: list[tuple[dict[str, Any], Any]]) -> None:
+        """Count the handles that are given out. Last, when nothing can fail any more."""
+        for spec, value in outward:
+            mine = type(value) is not Handle
+            if mine:
+                spec["id"] = self.handles.retain(value)
+            with self._lock:
+                entry = self._exported.setdefault((spec["owner"], spec["id"]), [0, None if mine else value])
+                entry[0] += 1
+                again = entry[0] > 1
+            if mine and again:
+                self.handles.release(spec["id"])   # the table counts a link once
+
+    def _locate(self, address: int, size: int) -> tuple[Any, int] | None:
+        found = self.pool.locate(address, size)
+        if found is None or found[0].private:
+            return None
+        mapping, descriptor, offset = found
+        array = mapping.array() if mapping.array is not None else None
+        return None if array is None else (_Found((mapping, descriptor, array)), offset)
+
+    def _lend(self, name: str, what: Segment | np.ndarray) -> None:
+        self._start()
+        with self._lock:
+            entry = self._lent.setdefault(name, [0, what])
+            entry[0] += 1
+        if isinstance(what, Segment) and self._given_up not in what.watchers:
+            what.watchers.append(self._given_up)
+
+    def _given_up(self, name: str) -> None:
+        self._events.put(("given_up", name))
+
+    def _take_back(self, body: dict[str, Any], lent: Sequence[str], number: int | None) -> None:
+        self._returned({name: lent.count(name) for name in lent})
+        if number is not None:
+            self._homeward.pop(number, None)
+        for owner, id_ in handed_out(body.get("v")):
+            self._released(owner, id_, 1)
+
+    # receiving
+
+    def decode(self, body: Any, fds: Sequence[int] = ()) -> Any:
+        """The value of a message. Closes the descriptors. Raises TransferError, SharedMemoryError."""
+        try:
+            arrays = self._arrays(body.get("s", ()), fds)
+            value = Decoder(tensors.Reader(arrays, self._device), self._resolve).value(body["v"])
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError, ImportError, RecursionError, OverflowError) as error:
+            raise TransferError(f"the other process has sent what is no value: {type(error).__name__}: {error}") from error
+        finally:
+            for fd in fds:
+                os.close(fd)
+        if "n" in body:
+            self._say("resolved", body["n"])
+        return value
+
+    def discard(self, body: Any, fds: Sequence[int] = ()) -> None:
+        """Let go of a message whose value nobody wants."""
+        try:
+            self.decode(body, fds)
+        except (TransferError, SharedMemoryError, HandleLost):
+            logging.debug("a value that nobody wants could not be read either", exc_info=True)
+
+    def _arrays(self, described: Sequence[Any], fds: Sequence[int]) -> list[np.ndarray]:
+        arrays: list[np.ndarray] = []
+        remaining = iter(fds)
+        for group in described:
+            if isinstance(group, str):
+                arrays.append(np.frombuffer(bytearray(base64.b64decode(group)), np.uint8))
+                continue
+            name, size, kept = group
+            mapping = self._attachments.attach(str(name), int(size), next(remaining, None))
+            array = mapping.open()
+            self._start()
+            finalizer = weakref.finalize(array, self._events.put, ("unmapped", mapping, kept))
+            finalizer.atexit = False
+            arrays.append(array)
+        return arrays
+
+    def _resolve(self, spec: dict[str, Any]) -> Any:
+        """The object or handle that a description of a handle stands for here."""
+        owner, id_ = spec["owner"], spec["id"]
+        if spec["home"]:
+            if owner == self.handles.process:
+                return self.handles.get(id_)
+            with self._lock:
+                entry = self._exported.get((owner, id_))
+            if entry is None:
+                raise HandleLost(f"object {id_} of process {owner} is no longer held here. Run the node that made it again.")
+            return entry[1]
+        with self._lock:
+            handle = self._foreign.get((owner, id_))
+            if handle is None:
+                handle = Handle(owner, id_, spec["type"], spec["text"], spec["io_type"], self)
+                finalizer = weakref.finalize(handle, self._events.put, ("released", owner, id_, handle._held))
+                finalizer.atexit = False
+                self._foreign[owner, id_] = handle
+            handle._held[0] += 1
+            handle.lost = self._closed
+        self._start()
+        return handle
+
+    def receive(self, notice: Any) -> None:
+        """Take a notice of the other end. Does not block. Raises TransferError."""
+        try:
+            self._returned(notice.get("returned", {}))
+            for name in notice.get("given_up", ()):
+                self._attachments.forget(name)
+            for owner, id_, count in notice.get("released", ()):
+                self._released(owner, id_, count)
+            for number in notice.get("resolved", ()):
+                self._homeward.pop(number, None)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise TransferError(f"the other process has sent what is no notice: {error}") from error
+
+    def _returned(self, counts: dict[str, int]) -> None:
+        back = []
+        with self._lock:
+            for name, count in counts.items():
+                entry = self._lent.get(name)
+                if entry is not None:
+                    entry[0] -= count
+                    if entry[0] <= 0:
+                        back.append(self._lent.pop(name)[1])
+        for what in back:
+            if isinstance(what, Segment):
+                self.pool.release(what)
+
+    def _released(self, owner: str, id_: int, count: int) -> None:
+        with self._lock:
+            entry = self._exported.get((owner, id_))
+            if entry is None:
+                return
+            entry[0] -= count
+            if entry[0] > 0:
+                return
+            del self._exported[owner, id_]
+        if owner == self.handles.process:
+            self.handles.release(id_)
+
+    # what has become of things
+
+    def _say(self, what: str, value: Any) -> None:
+        self._start()
+        self._events.put((what, value))
+
+    def _start(self) -> None:
+        if self._thread is None:
+            with self._lock:
+                if self._thread is None and self._closed is None:
+                    self._thread = threading.Thread(target=self._work, name="comfy_multiproc: values", daemon=True)
+                    self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            try:
+                event = self._events.get(timeout=self.pool.idle_seconds)
+            except queue.Empty:
+                self.pool.trim()
+                self._attachments.trim(self.pool.idle_seconds)
+                continue
+            notice: dict[str, Any] = {}
+            while event is not None:
+                if event[0] == "closed":
+                    return
+                self._note(notice, event)
+                try:
+                    event = self._events.get(timeout=GATHER)
+                except queue.Empty:
+                    event = None    # type: ignore[assignment]
+            if notice:
+                try:
+                    self._notify(notice)
+                except ConnectionError:
+                    pass    # the other end's death settles it all
+                except Exception:
+                    logging.exception("could not tell the other process what is no longer needed")
+
+    def _note(self, notice: dict[str, Any], event: tuple[Any, ...]) -> None:
+        kind = event[0]
+        if kind == "unmapped":
+            _, mapping, kept = event
+            # Before the sender hears of it: the next value may be in the same segment.
+            self._attachments.recycle(mapping, bool(kept))
+            if kept is not None:
+                returned = notice.setdefault("returned", {})
+                returned[mapping.name] = returned.get(mapping.name, 0) + 1
+        elif kind == "released":
+            _, owner, id_, held = event
+            notice.setdefault("released", []).append([owner, id_, held[0]])
+        else:
+            notice.setdefault(kind, []).append(event[1])
+
+    @property
+    def held(self) -> int:
+        """Objects of the other process that this one holds handles of."""
+        return len(self._foreign)
+
+    def close(self, why: str = "the link has been closed") -> None:
+        """The other process is gone. What was received stays readable; its handles are lost; what it held is let go."""
+        with self._lock:
+            if self._closed is not None:
+                return
+            self._closed = why
+            lent, self._lent = self._lent, {}
+            exported, self._exported = self._exported, {}
+            self._homeward.clear()
+            foreign = list(self._foreign.values())
+        for handle in foreign:
+            handle.lost = why
+        for _, what in lent.values():
+            if isinstance(what, Segment):
+                self.pool.abandon(what)     # it may still be mapped there, by a process that is slow to end
+        for owner, id_ in exported:
+            if owner == self.handles.process:
+                self.handles.release(id_)
+        self._attachments.close()
+        self._events.put(("closed",))
+
+
+class _Found(tuple):
+    """A received segment in use: (mapping, descriptor, array). Compared by the mapping."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Found) and self[0] is other[0]
+
+    def __hash__(self) -> int:
+        return id(self[0])
