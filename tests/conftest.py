@@ -1,6 +1,7 @@
 """What tests of every level share: the two trees, and skipping what needs a GPU."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Processes of this test run meet each other, and none of the user's or of another test process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COMFY_MULTIPROC_RUNTIME", str(tmp_path_factory.mktemp("runtime")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -21,9 +21,10 @@ def configure(commands: Any) -> None:
     parser = commands.add_parser(
         "test",
         help="set everything up and run the tests",
-        usage="comfy_multiproc test [LEVEL ...] [--upstream PATH] [--release V] [--dir DIR] [--force] [-- PYTEST ARGUMENTS]",
+        usage="comfy_multiproc test [LEVEL ...] [--rows] [--upstream PATH] [--release V] [--dir DIR] [--force] [-- PYTEST ARGUMENTS]",
     )
     parser.add_argument("level", nargs="*", metavar="LEVEL", help="folders below tests/ (default: all)")
+    parser.add_argument("--rows", action="store_true", help="write docs/rows.md from this run, which must be of all levels")
     common.build_arguments(parser)
     parser.set_defaults(run=run, takes_rest=True)
 
@@ -31,12 +32,14 @@ def configure(commands: Any) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     root = project_root()
     chosen = choose(args.level, levels(root))
+    if args.rows and chosen != levels(root):
+        raise ForkError("--rows writes what all tests show: give no LEVEL with it")
     source = common.find_source(args, console)
     built = common.build_fork(args, source, console)
     environment = Environment(root / ".venv")
     environment.ensure([*TORCH, *requirement_lines(built.path / "requirements.txt"), *test_requirements(root)], console.progress)
     console.settle()
-    command = [str(environment.python), "-m", "pytest", *parallel(args.rest), *(str(Path("tests", level)) for level in chosen), *args.rest]
+    command = [str(environment.python), "-m", "pytest", *parallel(args.rest), *rows(args, chosen == levels(root)), *(str(Path("tests", level)) for level in chosen), *args.rest]
     fork = {"COMFY_MULTIPROC_FORK": str(built.path), "COMFY_MULTIPROC_UPSTREAM": str(source.path)}
     with subprocess.Popen(command, cwd=root, env=os.environ | fork) as pytest:
         try:
@@ -44,6 +47,13 @@ def run(args: argparse.Namespace, console: Console) -> int:
         except KeyboardInterrupt:
             # The terminal has told pytest too, which ends its workers and reports; a second Ctrl-C does not wait for that.
             return pytest.wait(GRACE)
+
+
+def rows(args: argparse.Namespace, everything: bool) -> list[str]:
+    """What makes pytest write docs/rows.md or, in a run of everything, compare it."""
+    if args.rows:
+        return ["--rows-write"]
+    return ["--rows-check"] if everything and not args.rest else []
 
 
 def levels(root: Path) -> list[str]:

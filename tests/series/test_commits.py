@@ -47,7 +47,7 @@ def commits(fork: tree.Built) -> list[str]:
 
 
 def run(tree_: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COMFY_"))} | {"PYTHONDONTWRITEBYTECODE": "1"}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | {"PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run([sys.executable, *args], cwd=tree_, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT)
 
 
