@@ -182,3 +182,21 @@ def _traceback(frames: Any) -> TracebackType | None:
         result = TracebackType(result, frame, -1, max(0, line))
         linecache.checkcache(file)
     return result
+
+
+def interrupted() -> BaseException:
+    """ComfyUI's own exception for a prompt that was interrupted."""
+    management = sys.modules.get("comfy.model_management")
+    class_: Any = getattr(management, "InterruptProcessingException", None) or _named("comfy.model_management.InterruptProcessingException")
+    return class_()
+
+
+def forget(error: BaseException | None) -> None:
+    """Let go of the frames of the exception and of those that led to it, and so of all that they refer to."""
+    for _ in range(100):
+        if error is None:
+            return
+        following = error.__cause__ or error.__context__
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+        error = following

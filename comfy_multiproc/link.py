@@ -3,7 +3,7 @@
 A frame is the length of its body (32 bits, big-endian), the number of descriptors that came with it (16 bits), and the
 body: UTF-8 JSON. What it may be:
 
-    {"k": kind, "i": 7, "b": body}     a request; "w" names the request of the other end that it is part of
+    {"k": kind, "i": 7, "b": body}     a request; "w" names the request of the other end that it is part of, "p" the prompt
     {"k": kind, "b": body}             a notification
     {"a": 7, "b": body}                the answer to request 7
     {"a": 7, "e": failure}             its failure, as `failures.describe` puts it
@@ -81,14 +81,15 @@ class Message:
 class Request(Message):
     """A message that waits for an answer, unless it is a notification: then answers go nowhere.
 
-    `within` is the id of this end's own request that the sender was serving when it made this one; None: none.
+    `within` is the id of this end's own request that the sender was serving when it made this one; None: none. `prompt` is
+    the prompt that it belongs to; None: none.
     """
 
-    __slots__ = ("_answered", "_link", "cancelled", "id", "on_cancel", "within")
+    __slots__ = ("_answered", "_link", "cancelled", "id", "on_cancel", "prompt", "within")
 
-    def __init__(self, link: Link, kind: str, body: Any, fds: list[int], id_: int | None, within: int | None):
+    def __init__(self, link: Link, kind: str, body: Any, fds: list[int], id_: int | None, within: int | None, prompt: str | None):
         super().__init__(kind, body, fds)
-        self._link, self.id, self.within = link, id_, within
+        self._link, self.id, self.within, self.prompt = link, id_, within, prompt
         self._answered = id_ is None
         self.cancelled = False
         self.on_cancel: Callable[[], None] | None = None
@@ -113,6 +114,9 @@ class Request(Message):
 
 
 Handler = Callable[[Request], None]
+Outcome = Message | BaseException
+
+_dumps = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
 class Link:
@@ -136,9 +140,10 @@ class Link:
         self._sending = threading.Lock()
         self._guard = threading.Lock()
         self._ids = itertools.count(1)
-        self._pending: dict[int, Future[Message]] = {}
+        self._pending: dict[int, tuple[Future[Message], Callable[[Outcome], Outcome]]] = {}
         self._serving: dict[int | None, Request] = {}
         self._handlers: dict[str, Handler] = {}
+        self._otherwise: Handler | None = None
         self._gone: BaseException | None = None
         self._why: str | None = None
         self._thread = threading.Thread(target=self._read, daemon=True, name=f"comfy_multiproc: {name}")
@@ -159,13 +164,26 @@ class Link:
         """
         self._handlers[kind] = handler
 
+    def otherwise(self, handler: Handler) -> None:
+        """Have `handler` called with the messages of every other kind."""
+        self._otherwise = handler
+
+    def handler(self, kind: str) -> Handler:
+        """What `on` was told about that kind. Raises LinkError if it was not told anything."""
+        try:
+            return self._handlers[kind]
+        except KeyError:
+            raise LinkError(f"{self._name}: nothing here answers {kind!r}") from None
+
     def notify(self, kind: str, body: Any = None, fds: Sequence[int] = ()) -> None:
         """Send without waiting for an answer. Raises LinkError, LinkClosed."""
         self._send({"k": kind, "b": body}, fds)
 
     def request(self, kind: str, body: Any = None, fds: Sequence[int] = (), *, timeout: float | None = None,
-                within: int | None = None) -> Future[Message]:
-        """Send and give the future of the answer. Descriptors stay the caller's.
+                within: int | None = None, prompt: str | None = None,
+                outcome: Callable[[Outcome], Outcome] = lambda outcome: outcome) -> Future[Message]:
+        """Send and give the future of the answer. Descriptors stay the caller's. `outcome` may change what the future gets, on the
+        reading thread.
 
         The future fails with the other end's failure, with what `lost` made when it is gone, or with TimeoutError after
         `timeout` seconds. Cancelling it tells the other end. Raises LinkError; never LinkClosed (the future fails instead).
@@ -175,13 +193,15 @@ class Link:
         with self._guard:
             gone = self._gone
             if gone is None:
-                self._pending[id_] = future
+                self._pending[id_] = future, outcome
         if gone is not None:
-            future.set_exception(copy.copy(gone))
+            _settle((future, outcome), copy.copy(gone))
             return future
         envelope = {"k": kind, "i": id_, "b": body}
         if within is not None:
             envelope["w"] = within
+        if prompt is not None:
+            envelope["p"] = prompt
         try:
             self._send(envelope, fds)
         except LinkClosed:
@@ -218,7 +238,7 @@ class Link:
 
     def _send(self, envelope: dict[str, Any], fds: Sequence[int]) -> None:
         try:
-            body = json.dumps(envelope, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+            body = _dumps(envelope).encode("utf-8", "surrogatepass")
         except (TypeError, ValueError, RecursionError) as error:
             raise LinkError(f"{self._name}: a message of kind {envelope.get('k', 'answer')!r} is not JSON: {error}") from None
         if len(body) > MAX_BODY:
@@ -251,9 +271,9 @@ class Link:
             self._sending.release()
 
     def _late(self, id_: int, kind: str, timeout: float) -> None:
-        future = self._pending.pop(id_, None)
-        if future is not None and future.set_running_or_notify_cancel():
-            future.set_exception(TimeoutError(f"{self._name}: no answer to {kind!r} within {timeout:g} s"))
+        pending = self._pending.pop(id_, None)
+        if pending is not None:
+            _settle(pending, TimeoutError(f"{self._name}: no answer to {kind!r} within {timeout:g} s"))
             self._cancel(id_)
 
     def _cancel(self, id_: int) -> None:
@@ -315,12 +335,10 @@ class Link:
         if not isinstance(envelope, dict):
             raise ValueError("not an object")
         if "a" in envelope:
-            future = self._pending.pop(envelope["a"], None)
-            if future is not None and future.set_running_or_notify_cancel():
-                if "e" in envelope:
-                    future.set_exception(failures.rebuild(envelope["e"], self._name))
-                else:
-                    future.set_result(Message("answer", envelope.get("b"), message.take_fds()))
+            pending = self._pending.pop(envelope["a"], None)
+            if pending is not None:
+                _settle(pending, failures.rebuild(envelope["e"], self._name) if "e" in envelope
+                        else Message("answer", envelope.get("b"), message.take_fds()))
         elif "c" in envelope:
             request = self._serving.get(envelope["c"])
             if request is not None:
@@ -329,13 +347,11 @@ class Link:
                     request.on_cancel()
         else:
             kind, id_ = envelope.get("k"), envelope.get("i")
-            request = Request(self, str(kind), envelope.get("b"), message.take_fds(), id_, envelope.get("w"))
+            request = Request(self, str(kind), envelope.get("b"), message.take_fds(), id_, envelope.get("w"), envelope.get("p"))
             if id_ is not None:
                 self._serving[id_] = request
-            handler = self._handlers.get(request.kind)
             try:
-                if handler is None:
-                    raise LinkError(f"{self._name}: nothing here answers {request.kind!r}")
+                handler = self._handlers.get(request.kind) or self._otherwise or self.handler(request.kind)
                 handler(request)
             except BaseException as error:
                 if id_ is None:
@@ -362,10 +378,22 @@ class Link:
             if request.on_cancel is not None:
                 request.on_cancel()
         self._serving.clear()
-        for future in open_.values():
-            if future.set_running_or_notify_cancel():
-                # One each: raising adds frames to an exception, and with them everything that they refer to.
-                future.set_exception(copy.copy(error))
+        for pending in open_.values():
+            # One each: raising adds frames to an exception, and with them everything that they refer to.
+            _settle(pending, copy.copy(error))
         with self._sending:
             self._socket.close()
 
+
+
+def _settle(pending: tuple[Future[Message], Callable[[Outcome], Outcome]], result: Outcome) -> None:
+    future, outcome = pending
+    try:
+        result = outcome(result)
+    except Exception as error:
+        result = error
+    if future.set_running_or_notify_cancel():
+        if isinstance(result, BaseException):
+            future.set_exception(result)
+        else:
+            future.set_result(result)

@@ -1,0 +1,490 @@
+"""The workers of this process: started when they are needed, watched, ended with everything that they started.
+
+A `Worker` stands for a name, not for a process: when its process has ended, the next call starts another one. All of its
+methods may be called on any thread; none of them waits longer than it says.
+"""
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import multiprocessing.util  # noqa: F401  its handler at exit has to be there before ours
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from . import boot, failures, headroom, link, logs, spawning
+from .failures import WorkerDied
+from .guard import Guard
+from .link import Handler, Link, Message
+from .worker import main
+
+GRACE = 5.0
+"""Seconds that a worker has to end a call after an interrupt, or itself when told to, before it is killed."""
+SEND_SECONDS = 30.0
+"""How long a worker may take no messages, stopped or stuck, before it is killed."""
+LOOK_EVERY = 0.5
+SHOWN_LINES = 10
+
+guard = Guard()
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+_lock = threading.RLock()
+_owner = os.getpid()
+_watch: threading.Thread | None = None
+
+
+class State(Enum):
+    """What a worker is doing."""
+    STOPPED = "stopped"         # no process; the next call starts one
+    STARTING = "starting"
+    IDLE = "idle"
+    BUSY = "busy"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a worker is. `packs`: plain data for its own side. `entry`: the module that is its own side: ``prestartup(context)`` is
+    called there before torch is imported, ``load(context)`` when the core nodes are there, and what that gives is the body of
+    `Worker.ready`. `python`: another environment's. Sizes in bytes, times in seconds."""
+    name: str
+    packs: tuple[Mapping[str, Any], ...] = ()
+    entry: str = ""
+    python: Path | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    ram_limit: int | None = None
+    idle_seconds: float | None = None
+    keep_processes: bool = False
+    grace: float = GRACE
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    prompt: str | None
+    label: str
+    over: threading.Event | None = None     # set when it is over, for an interrupt that waits
+    interrupted: bool = False
+
+
+class _Run:
+    """One process of a worker."""
+
+    def __init__(self) -> None:
+        self.token = secrets.token_hex(8)
+        self.ready: Future[Message] = Future()
+        self.process: BaseProcess | None = None
+        self.link: Link = None  # type: ignore[assignment]
+        self.log: logs.WorkerLog | None = None
+        self.calls: dict[int, _Call] = {}
+        self.used = time.monotonic()
+        self.trimmed = False
+        self.stopping = False
+        self.over = threading.Event()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self.process is None else self.process.pid
+
+
+class Worker:
+    """A named worker.
+
+    `pins`: called to learn how many objects in its process are still referred to from outside (handles); a worker with any is
+    never recycled, only trimmed: its models are unloaded and its caches emptied. `on_end(worker, error)`: called, on a thread of
+    this module, whenever its process has ended, whatever the reason. Both may be set at any time.
+    """
+
+    def __init__(self, spec: Spec):
+        self.spec = spec
+        self.pins: Callable[[], int] = lambda: 0
+        self.on_end: Callable[[Worker, BaseException], None] = lambda worker, error: None
+        self.starts = 0
+        self._handlers: dict[str, Handler] = {}
+        self._lock = threading.RLock()
+        self._run: _Run | None = None
+        self._numbers = 0
+        with _lock:
+            _workers.add(self)
+
+    def __repr__(self) -> str:
+        return f"<worker {self.name}: {self.state.value}, pid {self.pid}>"
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def packs(self) -> tuple[Mapping[str, Any], ...]:
+        return self.spec.packs
+
+    @property
+    def pid(self) -> int | None:
+        """Of its process; None if it has none."""
+        run = self._run
+        return None if run is None else run.pid
+
+    @property
+    def state(self) -> State:
+        run = self._run
+        if run is None:
+            return State.STOPPED
+        if not run.ready.done():
+            return State.STARTING
+        return State.BUSY if run.calls else State.IDLE
+
+    @property
+    def link(self) -> Link | None:
+        """To its process; None if it has none. Handlers are set with `on`, so that the next process has them too."""
+        run = self._run
+        return None if run is None else run.link
+
+    @property
+    def log_tail(self) -> tuple[str, ...]:
+        """The last lines that its process has written."""
+        run = self._run
+        return () if run is None or run.log is None else run.log.tail
+
+    def on(self, kind: str, handler: Handler) -> None:
+        """As `Link.on`, for this process and the ones to come."""
+        with self._lock:
+            self._handlers[kind] = handler
+            if self._run is not None:
+                self._run.link.on(kind, handler)
+
+    def start(self) -> Future[Message]:
+        """Start the process if there is none, without waiting for it. The future holds what its side says of the packs, or why
+        it could not start: the exception of its start, or WorkerDied. Raises OSError when the system starts no process."""
+        if (shortage := headroom.shortage(self.name)) is not None and self._run is None:
+            _recycle_for_room(self)
+            if (shortage := headroom.shortage(self.name)) is not None:
+                raise shortage
+        with self._lock:
+            return (self._run or self._spawn()).ready
+
+    def call(self, kind: str, body: Any = None, fds: Sequence[int] = (), *, prompt: str | None = None, label: str = "",
+             within: int | None = None) -> Future[Message]:
+        """Ask the worker for something, starting it if need be, and give the future of the answer.
+
+        prompt: what `interrupt` knows the call by. label: what it is, for the report of a crash ("node 7 (KSampler)"). The future
+        fails with the exception of the other side, with InterruptProcessingException once the prompt was interrupted, whatever
+        the worker has answered, or with WorkerDied. Raises OSError when it cannot be started, LinkError for a bad message.
+        """
+        self.start()
+        with self._lock:
+            run = self._run or self._spawn()
+            self._numbers += 1
+            number = self._numbers
+            call = run.calls[number] = _Call(prompt, label)
+            run.used, run.trimmed = time.monotonic(), False
+
+        def outcome(result: Message | BaseException) -> Message | BaseException:
+            return self._answered(run, number, call, result)
+        try:
+            future = run.link.request(kind, body, fds, within=within, prompt=prompt, outcome=outcome)
+        except BaseException:
+            run.calls.pop(number, None)
+            raise
+        future.add_done_callback(lambda f: self._over(run, number, call) if f.cancelled() else None)
+        return future
+
+    def interrupt(self, prompt: str | None = None) -> None:
+        """Interrupt the calls of that prompt, or all if it is None. Returns at once.
+
+        The worker is told; a call that is still there after the grace period ends with its process.
+        """
+        run = self._run
+        if run is None:
+            return
+        meant = [c for c in list(run.calls.values()) if prompt is None or c.prompt == prompt]
+        if not meant:
+            return
+        for call in meant:
+            call.over = call.over or threading.Event()
+            call.interrupted = True
+        _background(f"interrupt {self.name}", self._interrupt, run, prompt, meant)
+
+    def stop(self, grace: float | None = None) -> None:
+        """End the process and what it has started; waits for it, at most `grace` seconds and a moment. Calls that run fail."""
+        with self._lock:
+            run = self._run
+        if run is not None:
+            self._stop(run, self.spec.grace if grace is None else grace)
+
+    def kill(self) -> None:
+        """End the process and what it has started at once."""
+        self.stop(0.0)
+
+    def restart(self) -> Future[Message]:
+        """`stop`, then `start`."""
+        self.stop()
+        return self.start()
+
+    # the life of one process
+
+    def _spawn(self) -> _Run:
+        run = _Run()
+        spec = self.spec
+        ours, theirs = link.pair()
+        read, write = logs.pipe()
+        run.link = Link(ours, name=f"worker {self.name}", lost=lambda why: self._lost(run, why), send_timeout=SEND_SECONDS)
+        state = {**boot.collect(), "name": self.name, "packs": list(spec.packs), "entry": spec.entry, "host": os.getpid(),
+                 "token": run.token, "grace": spec.grace, "keep_processes": spec.keep_processes, "python": spec.python is not None,
+                 "share_memory": _sharing()}
+        environment = {**boot.environment(self.name, spec.python, spec.environment), spawning.TOKEN: run.token}
+        try:
+            run.process = spawning.start(main, (json.dumps(state), theirs, spawning.Inherited(write)), name=f"worker {self.name}",
+                                         path=boot.search_path(own=spec.python is None), python=spec.python, environment=environment)
+        except BaseException:
+            os.close(read)
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(write)
+        run.log = logs.WorkerLog(read, self.name)
+        guard.watch(run.process.pid or 0, run.token, spec.keep_processes)
+        for kind, handler in self._handlers.items():
+            run.link.on(kind, handler)
+        run.link.on("ready", lambda r: self._ready(run, Message("ready", r.body, r.take_fds())))
+        run.link.on("failed", lambda r: self._ready(run, failures.rebuild(r.body, f"worker {self.name}")))
+        self._run = run
+        self.starts += 1
+        run.link.start()
+        _look_after(self)
+        return run
+
+    def _ready(self, run: _Run, outcome: Message | BaseException) -> None:
+        run.used = time.monotonic()
+        if not run.ready.done():
+            if isinstance(outcome, BaseException):
+                run.ready.set_exception(outcome)
+            else:
+                run.ready.set_result(outcome)
+
+    def _lost(self, run: _Run, why: str) -> BaseException:
+        """On the link's thread, once: the process is gone or is to go."""
+        process = run.process
+        assert process is not None
+        code = spawning.wait(process, 0.5 if not run.stopping else self.spec.grace)
+        spawning.end_tree(process.pid or 0, run.token, keep=self.spec.keep_processes)
+        killed = code is None
+        if killed:
+            code = spawning.wait(process, GRACE)
+        guard.forget(run.token)
+        if run.log is not None:
+            run.log.settle(0.5)
+        error = self._died(run, code, why if killed else "")
+        with self._lock:
+            if self._run is run:
+                self._run = None
+        if not run.ready.done():
+            run.ready.set_exception(error)
+        if not run.stopping:
+            logging.error("%s", error)
+        run.over.set()
+        _background(f"end of {self.name}", self._ended, error)
+        return error
+
+    def _ended(self, error: BaseException) -> None:
+        try:
+            self.on_end(self, error)
+        except Exception:
+            logging.exception("Worker %s: could not put away what belonged to it", self.name)
+
+    def _died(self, run: _Run, code: int | None, why: str) -> WorkerDied:
+        number = -code if code is not None and code < 0 else None
+        who = f"worker {self.name} (pid {run.pid})"
+        if run.stopping:
+            text = f"{who} was stopped"
+        elif why:
+            text = f"{who} was ended: it {why}"
+        elif number is not None:
+            text = f"{who} was ended by signal {number} ({_signal_name(number)})"
+            if number == getattr(signal, "SIGKILL", 9):
+                text += "; the usual cause is that the machine or the container ran out of RAM"
+        else:
+            text = f"{who} has ended with exit code {code}"
+        error = WorkerDied(text)
+        error.pid, error.signal, error.exitcode, error.remote_type = run.pid, number, code, ""
+        error.log = run.log.tail if run.log is not None else ()
+        return error
+
+    def _over(self, run: _Run, number: int, call: _Call) -> None:
+        run.calls.pop(number, None)
+        run.used = time.monotonic()
+        if call.over is not None:
+            call.over.set()
+
+    def _answered(self, run: _Run, number: int, call: _Call, result: Message | BaseException) -> Message | BaseException:
+        self._over(run, number, call)
+        if call.interrupted:
+            # Whatever the node has made of it: one that swallows the exception does not bring the prompt back.
+            return failures.interrupted()
+        return _with_place(result, call.label) if isinstance(result, WorkerDied) else result
+
+    def _interrupt(self, run: _Run, prompt: str | None, calls: list[_Call]) -> None:
+        try:
+            run.link.notify("interrupt", {"prompt": prompt, "value": True})
+        except link.LinkClosed:
+            return
+        until = time.monotonic() + self.spec.grace
+        for call in calls:
+            if call in run.calls.values() and call.over is not None and not call.over.wait(max(0.0, until - time.monotonic())):
+                logging.warning("Worker %s (pid %s) did not stop within %g s after the interrupt: it is killed", self.name, run.pid,
+                                self.spec.grace)
+                run.stopping = True
+                self._kill(run)
+                return
+
+    def _stop(self, run: _Run, grace: float) -> None:
+        run.stopping = True
+        if grace > 0:
+            try:
+                run.link.notify("interrupt", {"prompt": None, "value": True})
+                run.link.notify("stop")
+            except link.LinkClosed:
+                pass
+            if run.over.wait(grace):
+                return
+        self._kill(run)
+        run.over.wait(GRACE)
+
+    def _kill(self, run: _Run) -> None:
+        spawning.end_tree(run.pid or 0, run.token, keep=self.spec.keep_processes)
+        run.link.close("did not end by itself")
+
+    def _look(self, now: float) -> None:
+        """Recycle or trim an idle process that its owner wants to be small."""
+        with self._lock:
+            run = self._run
+            if run is None or run.calls or not run.ready.done() or run.stopping:
+                return
+            reason = self._reason(run, now)
+            if reason is None:
+                return
+            pinned = self.pins() > 0
+            if pinned and run.trimmed:
+                return
+            run.trimmed = True
+            if not pinned:
+                run.stopping = True
+                self._run = None    # a call that comes now starts another process and does not wait for the end of this one
+        if pinned:
+            logging.info("Worker %s is %s; objects in it are in use, so its models are unloaded and it stays", self.name, reason)
+            try:
+                run.link.notify("trim")
+            except link.LinkClosed:
+                pass
+        else:
+            logging.info("Worker %s is %s: it is ended, the next call starts it again", self.name, reason)
+            self._stop(run, self.spec.grace)
+
+    def _reason(self, run: _Run, now: float) -> str | None:
+        idle = now - run.used
+        if self.spec.idle_seconds is not None and idle >= self.spec.idle_seconds:
+            return f"idle for {idle:.0f} s"
+        if self.spec.ram_limit is not None and idle >= LOOK_EVERY and (size := _private_bytes(run.pid)) > self.spec.ram_limit:
+            return f"using {size >> 20} MB of RAM, more than its limit of {self.spec.ram_limit >> 20} MB"
+        return None
+
+
+def workers() -> list[Worker]:
+    """All there are."""
+    with _lock:
+        return list(_workers)
+
+
+def interrupt(prompt: str | None = None) -> None:
+    """Interrupt that prompt in every worker; any thread, returns at once."""
+    for worker in workers():
+        worker.interrupt(prompt)
+
+
+def stop_all(grace: float = 2.0) -> None:
+    """End every worker, at the same time; waits at most `grace` seconds and a moment. Done at exit by itself."""
+    if os.getpid() != _owner:
+        return      # a fork of the host: they are not its own
+    threads = [_background(f"stop {worker.name}", worker.stop, grace) for worker in workers() if worker.pid is not None]
+    for thread in threads:
+        thread.join(grace + 2 * GRACE)
+    guard.close()
+
+
+# After multiprocessing's own, so before it at exit: that one waits for every child, without a bound.
+atexit.register(stop_all)
+
+
+def _background(name: str, function: Callable[..., None], *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=function, args=args, daemon=True, name=f"comfy_multiproc: {name}")
+    thread.start()
+    return thread
+
+
+def _look_after(worker: Worker) -> None:
+    global _watch
+    if worker.spec.idle_seconds is None and worker.spec.ram_limit is None:
+        return
+    with _lock:
+        if _watch is None or not _watch.is_alive():
+            _watch = _background("recycling", _look_after_all)
+
+
+def _look_after_all() -> None:
+    while True:
+        time.sleep(LOOK_EVERY)
+        for worker in workers():
+            try:
+                worker._look(time.monotonic())
+            except Exception:
+                logging.exception("Worker %s cannot be recycled", worker.name)
+
+
+def _recycle_for_room(wanted: Worker) -> None:
+    """End an idle worker that nothing refers to, the one unused for longest."""
+    idle = [(run.used, w) for w in workers() if w is not wanted and (run := w._run) is not None and w.state is State.IDLE and not w.pins()]
+    if idle:
+        min(idle, key=lambda pair: pair[0])[1].stop()
+
+
+def _with_place(error: WorkerDied, label: str) -> WorkerDied:
+    text = str(error)
+    if label:
+        text += f", while it ran {label}"
+    if error.log:
+        text += "\nIts last lines:\n" + "\n".join(f"    {line}" for line in error.log[-SHOWN_LINES:])
+    placed = WorkerDied(text)
+    placed.__dict__.update(error.__dict__)
+    return placed
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+def _private_bytes(pid: int | None) -> int:
+    """RAM of the process without what it shares: values that others hold count for nobody's limit."""
+    import psutil
+    try:
+        memory = psutil.Process(pid).memory_info()
+    except (psutil.Error, OSError):
+        return 0
+    return memory.rss - getattr(memory, "shared", 0)
+
+
+def _sharing() -> bool:
+    args = getattr(sys.modules.get("comfy.cli_args"), "args", None)
+    return not getattr(args, "disable_process_memory", False)
+

@@ -1,0 +1,232 @@
+"""Starting a process from a running ComfyUI server without running ``main.py`` again, and ending one with all its children.
+
+`multiprocessing` tells a spawned process to import the parent's main module, hands it the parent's ``sys.path`` as packs
+have left it, and settles the start method of the whole process on the way. Ours gets none of that.
+"""
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.process
+import multiprocessing.reduction
+import multiprocessing.resource_tracker
+import multiprocessing.spawn
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+TOKEN = "COMFY_MULTIPROC_WORKER"
+"""The environment variable that names the worker a process belongs to, for itself and for whatever it starts."""
+
+_starting = threading.Lock()
+
+
+def context() -> Any:
+    """The spawn context that `torch.multiprocessing` hands out.
+
+    It is the standard library's own, with torch's types registered; torch is not loaded for it, because ComfyUI has to set up
+    devices before torch is imported.
+    """
+    torch = sys.modules.get("torch")
+    source = getattr(torch, "multiprocessing", multiprocessing)
+    return source.get_context("spawn")
+
+
+def start(target: Callable[..., None], args: Sequence[Any], *, name: str, path: Sequence[str], python: Path | None = None,
+          environment: Mapping[str, str | None] | None = None) -> BaseProcess:
+    """Spawn a process that calls `target(*args)`; any thread.
+
+    path: its ``sys.path``, with another `python` only what comes before that one's own. environment: variables that it gets
+    besides those of this process, None for one that it does not get; they are there before its libraries are loaded.
+    Raises OSError when it cannot be started.
+    """
+    if os.name == "posix":
+        # Started along with the process otherwise, with that one's environment.
+        multiprocessing.resource_tracker.ensure_running()
+    process = context().Process(target=target, args=tuple(args), name=name)
+    additions = dict(environment or {})
+    if python is not None:
+        additions["PYTHONPATH"] = os.pathsep.join(path)
+    with _starting, _preparation(None if python else list(path), python), _environment(additions), _no_interrupt():
+        process.start()
+    return process
+
+
+class Inherited:
+    """A descriptor for a process that is being spawned, given among its arguments; there, `take` gives it."""
+
+    def __init__(self, fd: int):
+        self._fd: Any = fd
+
+    def __reduce__(self) -> Any:
+        if os.name == "posix":
+            return Inherited, (multiprocessing.reduction.DupFd(self._fd),)
+        import msvcrt
+        write = 0x40000000
+        return Inherited, (multiprocessing.reduction.DupHandle(msvcrt.get_osfhandle(self._fd), write),)     # type: ignore[attr-defined, unused-ignore]
+
+    def take(self) -> int:
+        handle = self._fd.detach()
+        if os.name == "posix":
+            return handle
+        import msvcrt
+        return msvcrt.open_osfhandle(handle, os.O_WRONLY)     # type: ignore[attr-defined, unused-ignore]
+
+
+@contextmanager
+def _preparation(path: list[str] | None, python: Path | None) -> Iterator[None]:
+    """What `multiprocessing.spawn` answers while it starts a process on this thread; other threads get its own answers."""
+    module: Any = multiprocessing.spawn
+    here = threading.get_ident()
+    own_data, own_python, own_line = module.get_preparation_data, module.get_executable, module.get_command_line
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        if threading.get_ident() != here:
+            return own_data(name)
+        data: dict[str, Any] = {
+            "log_to_stderr": False,
+            "authkey": multiprocessing.process.current_process().authkey,
+            "name": name,
+            "sys_argv": list(sys.argv),
+            "orig_dir": getattr(multiprocessing.process, "ORIGINAL_DIR", None),
+            "dir": os.getcwd(),
+        }
+        if path is not None:
+            data["sys_path"] = path
+        return data
+
+    def get_executable() -> Any:
+        return os.fsencode(python) if python and threading.get_ident() == here and os.name == "posix" else own_python()
+
+    def get_command_line(**kwds: Any) -> list[Any]:
+        line = own_line(**kwds)
+        return [os.fspath(python), *line[1:]] if python and threading.get_ident() == here else line
+
+    module.get_preparation_data = get_preparation_data
+    module.get_executable, module.get_command_line = get_executable, get_command_line
+    try:
+        yield
+    finally:
+        module.get_preparation_data, module.get_executable, module.get_command_line = own_data, own_python, own_line
+
+
+@contextmanager
+def _environment(additions: Mapping[str, str | None]) -> Iterator[None]:
+    """The environment of a spawned process is that of this one at the moment, and the loader reads it before any code runs."""
+    before = {key: os.environ.get(key) for key in additions}
+    try:
+        _set(additions)
+        yield
+    finally:
+        _set(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for key, value in values.items():
+        if value is None:
+            os.environ.pop(key, None)
+        else:
+            os.environ[key] = value
+
+
+@contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """A Ctrl-C that comes between here and the process's own session would make it print a traceback."""
+    if os.name != "posix":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def own_session() -> None:
+    """Called first in a spawned process: a session of its own, and no notice taken of Ctrl-C."""
+    if os.name == "posix":
+        try:
+            os.setsid()
+        except PermissionError:
+            pass    # it has one
+        # A function rather than SIG_IGN, which programs that nodes start would inherit.
+        signal.signal(signal.SIGINT, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    else:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def end_tree(pid: int, token: str, *, keep: bool = False, rounds: int = 5) -> int:
+    """Kill the process `pid` and everything that it has started, if it is the one with that token; how many were killed.
+
+    What it has started is found by parentage, by session and by the token in the environment, so that a daemon does not
+    escape. keep: leave those alone and kill only the process. Any thread; never raises; takes tens of milliseconds.
+    """
+    killed: set[int] = set()
+    for _ in range(rounds):     # more than once, because they may be starting others meanwhile
+        found = {p for p in _family(pid, token, keep) if p not in killed}
+        for each in found:
+            try:
+                os.kill(each, getattr(signal, "SIGKILL", signal.SIGTERM))
+            except OSError:
+                pass
+        if not found:
+            break
+        killed |= found
+        time.sleep(0.002)
+    return len(killed)
+
+
+def _family(pid: int, token: str, keep: bool) -> Iterator[int]:
+    import psutil
+    children: set[int] = set()
+    there = _belongs(pid, token)
+    if there:
+        try:
+            children = {c.pid for c in psutil.Process(pid).children(recursive=True)}
+        except (psutil.Error, OSError):
+            pass
+    for other in psutil.pids():
+        if other == os.getpid() or (keep and other != pid):
+            continue
+        try:
+            in_session = there and os.name == "posix" and os.getsid(other) == pid
+            if (in_session or other in children or _belongs(other, token)) and psutil.Process(other).status() != psutil.STATUS_ZOMBIE:
+                yield other
+        except (psutil.Error, OSError):
+            continue
+
+
+def _belongs(pid: int, token: str) -> bool:
+    if sys.platform == "linux":
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as f:
+                return f"{TOKEN}={token}".encode() in f.read().split(b"\0")
+        except OSError:
+            return False
+    import psutil
+    try:
+        return psutil.Process(pid).environ().get(TOKEN) == token
+    except (psutil.Error, OSError):
+        return False
+
+
+def wait(process: BaseProcess, seconds: float) -> int | None:
+    """The exit code of the process, waited for at most so long; None if it still runs."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            process.join(min(0.2, max(0.0, until - time.monotonic())))
+            code = process.exitcode
+        except (AssertionError, ValueError):
+            return None
+        if code is not None or time.monotonic() >= until:
+            return code
+
+
