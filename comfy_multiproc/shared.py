@@ -187,8 +187,8 @@ class SharedPool:
         self._idle_bytes = self._lent_bytes = 0
         self._lent = 0
         self._starts: list[int] = []                            # addresses of mappings in use, sorted
-        self._mappings: dict[int, Mapping] = {}
-        self._open: OrderedDict[int, Mapping] = OrderedDict()   # those with a descriptor, oldest first
+        self._mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()
+        self._open: OrderedDict[int, None] = OrderedDict()      # addresses of those with a descriptor, oldest first
 
     # sending
 
@@ -204,18 +204,23 @@ class SharedPool:
             if segment is not None:
                 self._idle_bytes -= segment.size
         try:
-            if segment is None:
-                segment = Segment(wanted)
-            segment.reserve(size)
+            segment = self._room(segment, wanted, size)
         except SharedMemoryError:
-            if not self._idle_bytes:
+            if not self.trim(0):
                 raise
-            self.trim(0)
-            segment = Segment(wanted)
-            segment.reserve(size)
+            segment = self._room(None, wanted, size)
         with self._lock:
             self._lent += 1
             self._lent_bytes += segment.size
+        return segment
+
+    def _room(self, segment: Segment | None, wanted: int, size: int) -> Segment:
+        segment = segment or Segment(wanted)
+        try:
+            segment.reserve(size)
+        except SharedMemoryError:
+            _give_up(segment)
+            raise
         return segment
 
     @property
@@ -270,22 +275,30 @@ class SharedPool:
         """The received segment in which these bytes lie and their offset, if it can be passed on as it is."""
         with self._lock:
             index = bisect_right(self._starts, address) - 1
-            if index < 0:
-                return None
-            mapping = self._mappings[self._starts[index]]
-            offset = address - mapping.address
-            if offset + size > mapping.size or (mapping.descriptor is None and BY_DESCRIPTOR):
-                return None
-            return mapping, mapping.descriptor, offset
+            while index >= 0:
+                mapping = self._mappings.get(self._starts[index])
+                if mapping is None:
+                    # Unmapped after its link had ended, when nobody was left to say so.
+                    self._starts.pop(index)
+                    index -= 1
+                    continue
+                offset = address - mapping.address
+                if offset + size > mapping.size or (mapping.descriptor is None and BY_DESCRIPTOR):
+                    return None
+                return mapping, mapping.descriptor, offset
+            return None
 
     def _enter(self, mapping: Mapping) -> None:
         with self._lock:
-            insort(self._starts, mapping.address)
+            if mapping.address not in self._mappings:
+                insort(self._starts, mapping.address)
             self._mappings[mapping.address] = mapping
             if mapping.descriptor is not None:
-                self._open[mapping.address] = mapping
+                self._open[mapping.address] = None
                 if len(self._open) > KEEP_OPEN:
-                    self._open.popitem(last=False)[1].descriptor = None
+                    oldest = self._mappings.get(self._open.popitem(last=False)[0])
+                    if oldest is not None:
+                        oldest.descriptor = None
 
     def _leave(self, mapping: Mapping) -> None:
         with self._lock:

@@ -20,6 +20,7 @@ INLINE = 16 << 10
 ALONE = 1 << 20
 """Bytes from which data gets a segment of its own."""
 MAX_SEGMENTS = 16
+"""Segments of one message that are passed on, and as many again that are made for it; a descriptor each."""
 
 DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 """Every dtype by its full name."""
@@ -168,14 +169,16 @@ def groups(items: list[Block]) -> list[list[Block]]:
     packed: list[Block] = []
     segments: dict[Any, int] = {}
     for block in items:
-        if block.found is not None:
+        if block.found is not None and (block.found[0] in segments or len(segments) < MAX_SEGMENTS):
             key, offset = block.found
             index = segments.setdefault(key, len(result))
             if index == len(result):
                 result.append([])
             result[index].append(block)
             block.where[:] = index, offset, block.size
-        elif block.size >= ALONE and len(result) < MAX_SEGMENTS:
+            continue
+        block.found = None
+        if block.size >= ALONE and len(result) < 2 * MAX_SEGMENTS:
             block.where[:] = len(result), 0, block.size
             result.append([block])
         else:

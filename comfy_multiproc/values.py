@@ -21,6 +21,7 @@ import logging
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,7 +35,7 @@ from .handles import Handle, HandleLost, HandleTable
 from .shared import Attachments, Descriptor, Segment, SharedMemoryError, SharedPool
 
 GATHER = 0.002
-"""Seconds for which notices are gathered into one."""
+"""Seconds without another for which notices are gathered into one, ten times that in all."""
 
 
 class TransferError(RuntimeError):
@@ -85,6 +86,7 @@ class Codec:
         self._closed: str | None = None
         # The one thing a finalizer may touch: it runs at any point of any thread, even inside a lock of ours.
         self._events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._over = threading.Event()      # nobody takes events any more
         self._thread: threading.Thread | None = None
 
     # sending
@@ -160,9 +162,11 @@ class Codec:
             if mine:
                 spec["id"] = self.handles.retain(value)
             with self._lock:
-                entry = self._exported.setdefault((spec["owner"], spec["id"]), [0, None if mine else value])
-                entry[0] += 1
-                again = entry[0] > 1
+                again = self._closed is not None
+                if not again:
+                    entry = self._exported.setdefault((spec["owner"], spec["id"]), [0, None if mine else value])
+                    entry[0] += 1
+                    again = entry[0] > 1
             if mine and again:
                 self.handles.release(spec["id"])   # the table counts a link once
 
@@ -177,10 +181,15 @@ class Codec:
     def _lend(self, name: str, what: Segment | np.ndarray) -> None:
         self._start()
         with self._lock:
-            entry = self._lent.setdefault(name, [0, what])
-            entry[0] += 1
-        if isinstance(what, Segment) and self._given_up not in what.watchers:
-            what.watchers.append(self._given_up)
+            closed = self._closed is not None
+            if not closed:
+                entry = self._lent.setdefault(name, [0, what])
+                entry[0] += 1
+        if isinstance(what, Segment):
+            if closed:
+                self.pool.abandon(what)
+            elif self._given_up not in what.watchers:
+                what.watchers.append(self._given_up)
 
     def _given_up(self, name: str) -> None:
         self._events.put(("given_up", name))
@@ -226,7 +235,7 @@ class Codec:
             mapping = self._attachments.attach(str(name), int(size), next(remaining, None))
             array = mapping.open()
             self._start()
-            finalizer = weakref.finalize(array, self._events.put, ("unmapped", mapping, kept))
+            finalizer = weakref.finalize(array, _tell, self._events, self._over, "unmapped", mapping, kept)
             finalizer.atexit = False
             arrays.append(array)
         return arrays
@@ -246,7 +255,7 @@ class Codec:
             handle = self._foreign.get((owner, id_))
             if handle is None:
                 handle = Handle(owner, id_, spec["type"], spec["text"], spec["io_type"], self)
-                finalizer = weakref.finalize(handle, self._events.put, ("released", owner, id_, handle._held))
+                finalizer = weakref.finalize(handle, _tell, self._events, self._over, "released", owner, id_, handle._held)
                 finalizer.atexit = False
                 self._foreign[owner, id_] = handle
             handle._held[0] += 1
@@ -306,29 +315,34 @@ class Codec:
                     self._thread.start()
 
     def _work(self) -> None:
-        while True:
-            try:
-                event = self._events.get(timeout=self.pool.idle_seconds)
-            except queue.Empty:
-                self.pool.trim()
-                self._attachments.trim(self.pool.idle_seconds)
-                continue
+        trimmed = until = time.monotonic()
+        closed = False
+        while not closed:
             notice: dict[str, Any] = {}
-            while event is not None:
-                if event[0] == "closed":
-                    return
-                self._note(notice, event)
-                try:
-                    event = self._events.get(timeout=GATHER)
-                except queue.Empty:
-                    event = None    # type: ignore[assignment]
-            if notice:
+            wait = self.pool.idle_seconds
+            try:
+                while not closed:
+                    event = self._events.get(timeout=wait)
+                    closed = event[0] == "closed"
+                    if not closed:
+                        self._note(notice, event)
+                    if wait > GATHER:
+                        wait, until = GATHER, time.monotonic() + 10 * GATHER
+                    elif time.monotonic() > until:
+                        break
+            except queue.Empty:
+                pass
+            if notice and not closed:
                 try:
                     self._notify(notice)
                 except ConnectionError:
                     pass    # the other end's death settles it all
                 except Exception:
                     logging.exception("could not tell the other process what is no longer needed")
+            if (now := time.monotonic()) - trimmed >= self.pool.idle_seconds:
+                trimmed = now
+                self.pool.trim()
+                self._attachments.trim(self.pool.idle_seconds)
 
     def _note(self, notice: dict[str, Any], event: tuple[Any, ...]) -> None:
         kind = event[0]
@@ -368,8 +382,15 @@ class Codec:
         for owner, id_ in exported:
             if owner == self.handles.process:
                 self.handles.release(id_)
+        self._over.set()
         self._attachments.close()
         self._events.put(("closed",))
+
+
+def _tell(events: queue.SimpleQueue[tuple[Any, ...]], over: threading.Event, *event: Any) -> None:
+    # In a queue that nobody reads, a mapping would stay.
+    if not over.is_set():
+        events.put(event)
 
 
 class _Found(tuple):
