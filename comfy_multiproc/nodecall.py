@@ -15,6 +15,7 @@ from typing import Any
 from comfy.process_memory import moments
 
 OUTPUT = "comfy_multiproc.output"       # marks a result in the newer style
+RECIPE = "comfy_multiproc.recipe"       # marks an input that is to be made here
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Call:
     prompt: str = ""
     id: str = ""                    # of the node in the prompt
     index: int | None = None        # which item of a list
+    executes: bool = False          # it is the node's own function, not one that is asked
     nested: bool = False            # in the newer style: inputs are restructured as `values["paths"]` say
     preview: str | None = None      # the preview method of the prompt
     client: str | None = None       # the client that the prompt belongs to
@@ -49,6 +51,7 @@ class Nodes:
 
     def __init__(self) -> None:
         self._instances: dict[int, Any] = {}
+        self._made: dict[int, Any] = {}
         self._tracker: Any = None
         self._prompt: str | None = None
 
@@ -56,8 +59,14 @@ class Nodes:
         """The host's instance is gone. Any thread."""
         self._instances.pop(number, None)
 
+    def forget(self, recipe: int) -> None:
+        """What was made from that recipe is not needed any more. Any thread."""
+        self._made.pop(recipe, None)
+
     def drop_all(self) -> None:
+        """Remember nothing; whatever is needed again is made again."""
         self._instances.clear()
+        self._made.clear()
 
     async def run(self, call: Call, values: dict[str, Any]) -> Any:
         """The result of the method, in a form that crosses: see :func:`packed`.
@@ -66,39 +75,58 @@ class Nodes:
         along as `v3_data`. Raises whatever the method raises.
         """
         self._enter_prompt(call)
-        executing = call.index is not None and call.instance is not None
-        if executing:
+        if call.executes:
             moments.before_node()
         try:
-            return packed(await self._call(call, values))
+            return packed(await self._call(call, values, self._tracker))
         finally:
-            if executing:
+            if call.executes:
                 end_of_node()
                 moments.after_node()
 
-    async def _call(self, call: Call, values: dict[str, Any]) -> Any:
+    async def ask(self, call: Call, values: dict[str, Any]) -> Any:
+        """As :meth:`run` for a method that is asked outside of any prompt; on any thread."""
+        return packed(await self._call(call, values, None))
+
+    def suspends(self, call: Call, values: dict[str, Any]) -> bool:
+        """Whether the call may have to wait for something other than the node itself."""
+        cls = class_of(call.node)
+        method = cls.FUNCTION if is_v3(cls) and call.method == "execute" else call.method
+        return inspect.iscoroutinefunction(getattr(cls, method, None)) or any(follows(value) for value in values["inputs"].values())
+
+    async def _call(self, call: Call, values: dict[str, Any], tracker: Any, throw_away: bool = False) -> Any:
         from comfy_execution.graph_utils import GraphBuilder
         from comfy_execution.utils import CurrentNodeContext
-        inputs = {name: unpacked_prompt(value) for name, value in values["inputs"].items()}
-        if self._tracker is not None:
-            self._tracker.add(inputs)
+        inputs = {name: await self._here(unpacked_prompt(value), tracker) for name, value in values["inputs"].items()}
+        if tracker is not None:
+            tracker.add(inputs)
         cls = class_of(call.node)
-        function = self._function(cls, call, values)
+        function = self._function(cls, call, values, throw_away)
         if call.nested:
             from comfy_api.latest import _io
             inputs = _io.build_nested_inputs(inputs, values["v3"])
-        if call.index is not None:
+        if call.executes:
             # Only this process knows its own counter; the executor sets it before each call.
             GraphBuilder.set_default_prefix(call.id, call.index, 0)
         with CurrentNodeContext(call.prompt, call.id, call.index):
-            result = function(**inputs)
-            if inspect.isawaitable(result):
-                result = await result
-        if self._tracker is not None:
-            self._tracker.add(outputs_of(result))
+            result = await function(**inputs) if inspect.iscoroutinefunction(function) else function(**inputs)
+        if tracker is not None:
+            tracker.add(outputs_of(result))
         return result
 
-    def _function(self, cls: Any, call: Call, values: dict[str, Any]) -> Any:
+    async def _here(self, value: Any, tracker: Any) -> Any:
+        """The value with every recipe in it followed."""
+        if not follows(value):
+            return value
+        if type(value) is list:
+            return [await self._here(item, tracker) for item in value]
+        number = value[RECIPE]
+        if number not in self._made:
+            result = await self._call(Call.of(value["call"]), value["values"], tracker, throw_away=True)
+            self._made[number] = result.get("result") if isinstance(result, dict) else getattr(result, "args", result)
+        return self._made[number][value["slot"]]
+
+    def _function(self, cls: Any, call: Call, values: dict[str, Any], throw_away: bool) -> Any:
         if is_v3(cls):
             from comfy_api.internal import make_locked_method_func
             from comfy_api.latest import io
@@ -107,7 +135,7 @@ class Nodes:
             clone = cls.PREPARE_CLASS_CLONE({**values.get("v3", {}), "hidden_inputs": hidden})
             return make_locked_method_func(cls, cls.FUNCTION if call.method == "execute" else call.method, clone)
         if call.instance is None:
-            return getattr(cls, call.method)
+            return getattr(cls() if throw_away else cls, call.method)
         node = self._instances.get(call.instance)
         if node is None:
             node = self._instances[call.instance] = cls()
@@ -136,6 +164,13 @@ class Nodes:
             self._prompt = None
             if self._tracker is not None:
                 self._tracker.end()
+
+
+def follows(value: Any) -> bool:
+    """Whether a recipe has to be followed for an input."""
+    if type(value) is list:
+        return any(type(item) is dict and RECIPE in item for item in value)
+    return type(value) is dict and RECIPE in value
 
 
 def class_of(name: str) -> Any:

@@ -1,0 +1,284 @@
+"""Isolated packs in a running ComfyUI: what its own files call at start-up and around a prompt.
+
+Without an isolated pack every function here returns at once and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from . import pack as packs_module
+from .pack import Pack, PackConfigError
+
+START = 300.0
+"""Seconds that a worker may take to start and to import its packs before they count as failed."""
+
+current: Isolation | None = None
+"""Set when a pack is isolated."""
+
+
+class Isolation:
+    """The packs of this server that are isolated, and the workers that they run in."""
+
+    def __init__(self, packs: list[Pack]):
+        from .station import PackStation
+        self.packs = {os.path.abspath(pack.path): pack for pack in packs}
+        self.hosted: dict[str, str] = {}        # name of a pack that could not be isolated -> why
+        self._stations: dict[str, PackStation] = {}
+        self._registered: set[str] = set()
+        self._asked = time.monotonic()
+        groups: dict[str, list[Pack]] = {}
+        for pack in packs:
+            if pack.isolated:
+                groups.setdefault(pack.worker, []).append(pack)
+        for name, members in groups.items():
+            for pack in self._fitting(members):
+                logging.debug("pack %s runs in worker %s", pack.name, name)
+            if members:
+                self._stations[name] = PackStation(name, members)
+
+    def _fitting(self, members: list[Pack]) -> list[Pack]:
+        """Take those out of a group that cannot be in it."""
+        first: Any = None
+        for pack in list(members):
+            try:
+                python = pack.python
+                if pack is not members[0] and python != first:
+                    raise PackConfigError(f"pack {pack.name} has another environment than the rest of group {pack.worker}")
+                first = python
+            except PackConfigError as error:
+                members.remove(pack)
+                self._give_up(pack, str(error))
+        return members
+
+    def start(self) -> None:
+        """Start every worker, without waiting for one."""
+        for station in self._stations.values():
+            try:
+                station.worker.start()
+            except (OSError, RuntimeError) as error:
+                logging.error("Worker %s cannot be started: %s", station.name, error)
+
+    def stations(self) -> Iterator[Any]:
+        return iter(self._stations.values())
+
+    def station_of(self, pack: str) -> Any:
+        """The station of an isolated pack, by the pack's name. Raises LookupError."""
+        for station in self._stations.values():
+            if any(member.name == pack for member in station.packs):
+                return station
+        raise LookupError(f"pack {pack} is not isolated")
+
+    # what proxies and calls need
+
+    def inputs(self, pack: str) -> dict[str, Any] | None:
+        return self.station_of(pack).inputs(pack)
+
+    def call(self, node: Any, method: str, inputs: dict[str, Any]) -> Any:
+        from . import calls
+        assert calls.current is not None
+        return calls.current.call(node, method, inputs)
+
+    def forget(self, recipe: int) -> None:
+        for station in self._stations.values():
+            station.forget(recipe)
+
+    # loading
+
+    def module(self, pack: Pack) -> ModuleType | None:
+        """What the host loads in place of the pack; None if it is loaded here after all. Raises ImportError as the pack would have."""
+        from .interface import InterfaceError
+        from .proxy import Interface, module_of
+        try:
+            station = self.station_of(pack.name)
+        except LookupError:
+            return self._refuse(pack)
+        try:
+            said = station.worker.start().result(max(1.0, self._asked + START - time.monotonic())).body
+            description = said["packs"][pack.name]
+        except Exception as error:
+            text = str(error) or f"{type(error).__name__}: its worker did not start within {START:g} s"
+            return self._refuse(pack, text, station)
+        if "error" in description:
+            raise ImportError(f"{description['error']}\n{description.get('traceback', '')}")
+        if description["edits"]:
+            return self._refuse(pack, f"it changes ComfyUI itself, which only helps in the host: {'; '.join(description['edits'])}", station)
+        try:
+            module = module_of(Interface(pack.name, description, self))
+        except (InterfaceError, KeyError, TypeError) as error:
+            return self._refuse(pack, f"its nodes cannot be described: {error}", station)
+        self._take_over(description)
+        self._register(station, said)
+        return module
+
+    def _refuse(self, pack: Pack, reason: str | None = None, station: Any = None) -> None:
+        if reason is not None:
+            self._give_up(pack, reason)
+            if station is not None:
+                station.without(pack)
+                if not station.packs:
+                    del self._stations[station.name]
+        if pack.config.fallback == "refuse":
+            raise ImportError(f"pack {pack.name} is not loaded: it cannot be isolated, and its pyproject.toml says fallback = \"refuse\". "
+                              f"Reason: {self.hosted.get(pack.name, 'unknown')}")
+
+    def _give_up(self, pack: Pack, reason: str) -> None:
+        self.hosted[pack.name] = reason
+        where = "is not loaded" if pack.config.fallback == "refuse" else "runs in the host instead"
+        logging.warning("Pack %s cannot be isolated and %s: %s", pack.name, where, reason)
+
+    def _take_over(self, description: dict[str, Any]) -> None:
+        """What the pack has registered besides nodes: folders of models, front-end folders."""
+        import folder_paths
+        import nodes
+        nodes.EXTENSION_WEB_DIRS.update(description["web_directories"])
+        for name, (paths, extensions) in description["folders"].items():
+            known = folder_paths.folder_names_and_paths.get(name)
+            if known is None:
+                folder_paths.folder_names_and_paths[name] = (list(paths), set(extensions))
+                continue
+            known[0].extend(path for path in paths if path not in known[0])
+            if isinstance(known[1], set):
+                known[1].update(extensions)
+
+    def _register(self, station: Any, said: dict[str, Any]) -> None:
+        """Its routes and handlers, once for all packs of a worker."""
+        from .progress import server_instance
+        from .routes import Forwarder, register
+        server = server_instance()
+        if station.name in self._registered or server is None:
+            return
+        self._registered.add(station.name)
+        forwarder = Forwarder(station)
+        register(server, said["routes"], forwarder)
+        if said["routes"]:
+            async def close(app: Any) -> None:
+                await forwarder.close()
+            server.app.on_cleanup.append(close)
+        if said["prompt_handlers"]:
+            server.add_on_prompt_handler(station.on_prompt)
+        for replacement in said["replacements"]:
+            from comfy_api.latest import io
+            server.node_replace_manager.register(io.NodeReplace(**replacement))
+
+    def listing(self) -> list[str]:
+        """For every pack where it runs and why, in words."""
+        lines = []
+        for pack in self.packs.values():
+            if pack.name in self.hosted:
+                where, why = ("nowhere" if pack.config.fallback == "refuse" else "host"), self.hosted[pack.name]
+            elif pack.isolated:
+                station = self.station_of(pack.name)
+                where, why = f"worker {station.name} (pid {station.worker.pid})", pack.reason
+            else:
+                where, why = "host", pack.reason
+            lines.append(f"  {pack.name}: {where}: {why}")
+        return lines
+
+    def report(self) -> list[dict[str, Any]]:
+        """The same for programs."""
+        report = []
+        for pack in self.packs.values():
+            entry: dict[str, Any] = {"name": pack.name, "isolated": pack.isolated and pack.name not in self.hosted,
+                                     "reason": self.hosted.get(pack.name, pack.reason)}
+            if entry["isolated"]:
+                worker = self.station_of(pack.name).worker
+                entry.update(worker=worker.name, pid=worker.pid, state=worker.state.value, starts=worker.starts)
+            report.append(entry)
+        return report
+
+
+# what ComfyUI's files call
+
+@functools.cache
+def decided(path: str) -> Pack:
+    """Where the pack at `path` runs."""
+    return packs_module.decide(path, asked())
+
+
+def asked() -> list[str]:
+    from comfy.cli_args import args
+    return list(getattr(args, "isolate", None) or ())
+
+
+def runs_prestartup(script: str) -> bool:
+    """Whether the prestart-up script is a worker's to run."""
+    return decided(os.path.abspath(os.path.dirname(script))).isolated
+
+
+def start() -> None:
+    """Find the packs and start the workers of those that are isolated. ComfyUI's devices are set up, its packs are not loaded."""
+    global current
+    import folder_paths
+    from comfy.cli_args import args
+    every = packs_module.find(folder_paths.get_folder_paths("custom_nodes"), asked())
+    if getattr(args, "disable_all_custom_nodes", False):
+        every = [pack for pack in every if pack.path.name in args.whitelist_custom_nodes]
+    for value in packs_module.unknown(asked(), every):
+        logging.warning("--isolate %s: there is no such pack in %s", value, ", ".join(folder_paths.get_folder_paths("custom_nodes")))
+    if not any(pack.isolated for pack in every):
+        return
+    from . import calls
+    current = Isolation(every)
+    calls.current = calls.Calls(current.station_of, current.stations, current.forget)
+    current.start()
+
+
+def spec(module_path: str, module_spec: Any, module_parent: str = "custom_nodes") -> Any:
+    """What ComfyUI loads for the pack: `module_spec` as it is, or one that makes the host's classes for an isolated pack."""
+    if current is None or module_parent != "custom_nodes" or module_spec is None:
+        return module_spec
+    pack = current.packs.get(os.path.abspath(module_path))
+    if pack is None or not pack.isolated:
+        return module_spec
+    module = current.module(pack)
+    if module is None:
+        if pack.path.is_dir():
+            from .describe import prestart
+            prestart(Path(pack.path))       # its worker's turn did not count
+        return module_spec
+    from .proxy import Loader
+    loader = Loader(module_spec.name, module_spec.origin, lambda: module)
+    replaced = importlib.util.spec_from_file_location(module_spec.name, module_spec.origin, loader=loader)
+    return replaced if replaced is not None else module_spec
+
+
+def loaded() -> None:
+    """All packs are loaded: say where each runs."""
+    if current is not None:
+        logging.info("Packs and the process that each runs in:\n%s", "\n".join(current.listing()))
+
+
+def interrupted(value: bool = True) -> None:
+    """The user has pressed cancel; with False, a prompt begins."""
+    if current is not None and value:
+        from . import host
+        from .progress import server_instance
+        host.interrupt(getattr(server_instance(), "last_prompt_id", None))
+
+
+def around_prompt(execute: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Decorates the executor's running of a prompt: workers hear of its end."""
+    @functools.wraps(execute)
+    async def executed(self: Any, prompt: Any, prompt_id: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await execute(self, prompt, prompt_id, *args, **kwargs)
+        finally:
+            if current is not None:
+                for station in current.stations():
+                    station.prompt_ended(prompt_id)
+    return executed
+
+
+def with_packs(stats: dict[str, Any]) -> None:
+    """Add to the answer of ``/system_stats`` which pack runs where."""
+    if current is not None:
+        stats["packs"] = current.report()
