@@ -5,8 +5,9 @@ what ComfyUI's own code calls at its decisions. With no provider registered each
 """
 from collections.abc import Callable
 
-from . import claims, devices, registry
+from . import claims, devices, gates, registry
 from .admission import admit, admitting, budget, loaded, node_ended, node_started
+from .gates import for_file, settled_dtype, shared_card
 from .ladder import asked, candidates, make_room, rest
 from .provider import (API_VERSION, DEADLINE, Candidate, DeviceUsage, Kind, Outcome, ProcessMemoryProvider, RamUsage,
                        Reason, Receipt, ReleaseRequest)
@@ -18,11 +19,11 @@ from .report import processes, with_processes
 from .unloading import everywhere, release_caches
 
 __all__ = [
-    "API_VERSION", "DEADLINE", "Candidate", "DeviceUsage", "Kind", "Outcome", "ProcessMemoryProvider", "RamUsage",
+    "API_VERSION", "Candidate", "DEADLINE", "DeviceUsage", "Kind", "Outcome", "ProcessMemoryProvider", "RamUsage",
     "Reason", "Receipt", "ReleaseRequest", "admit", "admitting", "asked", "budget", "candidates", "changed", "claims",
-    "devices", "everywhere", "free", "loaded", "make_room", "node_ended", "node_started", "on_change", "processes",
-    "register_process_memory_provider", "registry", "release_caches", "rest", "serving",
-    "unregister_process_memory_provider", "with_processes",
+    "devices", "everywhere", "for_file", "free", "gates", "loaded", "make_room", "node_ended", "node_started",
+    "on_change", "processes", "register_process_memory_provider", "registry", "release_caches", "rest", "serving",
+    "settled_dtype", "shared_card", "unregister_process_memory_provider", "with_processes",
 ]
 
 on_change: Callable[[], None] | None = None
@@ -31,5 +32,6 @@ on_change: Callable[[], None] | None = None
 
 def changed() -> None:
     """What this process holds has changed."""
+    gates.settle()
     if on_change is not None:
         on_change()

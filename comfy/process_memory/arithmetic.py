@@ -114,3 +114,20 @@ def still_to_come(claimed: int, base: int, now: int) -> int:
     return max(0, claimed - max(0, now - base))
 
 
+
+
+def charged_commitment(usage: DeviceUsage, total: float) -> int:
+    """What a process has committed of a card of `total`, offloaded parts included. Where it does not say, its ceiling."""
+    if usage.committed is None and usage.resident is None:
+        return int(total)
+    return max(usage.committed or 0, usage.resident or 0)
+
+
+def gate(size: float, total: float, least: float, committed: float) -> float:
+    """What may be spent on the weights of one model, when a card of `total` allows `size` and others have `committed` some.
+
+    `size` is a share of the card without the `least` that inference needs; the share of what others have not committed
+    takes its place. Never above `size`.
+    """
+    share = (size + least) / total if total else 0.0
+    return min(size, size - share * committed)

@@ -1,0 +1,143 @@
+"""Dtype gates: how much of a card counts when the dtype of a model's weights is chosen.
+
+ComfyUI casts an 8-bit file up where the card is big enough for the result. What other processes have committed of the card
+is taken off that size here. A model counts from the moment its dtype is chosen: until it is in the list of loaded models,
+its bytes are claimed under the device's key plus ``+meant``, which no free figure sees and every gate does.
+
+A file keeps the dtype that it was given first, so that a prompt gives the same picture again whoever runs beside it.
+"""
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from . import admission, arithmetic, claims, devices, registry
+from .figures import STALE, manager
+
+Result = TypeVar("Result")
+
+_here = threading.local()
+_lock = threading.Lock()
+_dtypes: dict[tuple[Any, ...], Any] = {}                    # what was decided for a file -> dtype
+_building: dict[tuple[Any, str], int] = {}                  # (file, device key) -> bytes, while a loader runs
+_claimed: set[str] = set()                                   # device keys under which something is claimed
+_built: weakref.WeakKeyDictionary[Any, tuple[str, int]] = weakref.WeakKeyDictionary()   # model -> device key, bytes
+
+
+def meant(place: str) -> str:
+    """The key under which the models meant for the device `place`, and not in the list of loaded models, are claimed."""
+    return place + "+meant"
+
+
+def for_file(load: Callable[..., Result]) -> Callable[..., Result]:
+    """Decorates a loader whose first argument is the path of a model file."""
+    @functools.wraps(load)
+    def load_file(path: Any, *args: Any, **kwargs: Any) -> Result:
+        before, _here.file = getattr(_here, "file", None), _identity(path)
+        try:
+            result = load(path, *args, **kwargs)
+            if admission.active():
+                for patcher in _patchers(result):
+                    _count(patcher)
+            return result
+        finally:
+            file, _here.file = _here.file, before
+            for key in [key for key in _building if key[0] == file]:
+                _building.pop(key, None)
+            settle()
+    return load_file
+
+
+def settled_dtype(unet_dtype: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates unet_dtype: checking what others have committed and committing the model is one step; a file's first answer stays."""
+    @functools.wraps(unet_dtype)
+    def choose(device: Any = None, model_params: float = 0, *args: Any, **kwargs: Any) -> Any:
+        file = getattr(_here, "file", None)
+        if file is None:
+            return unet_dtype(device, model_params, *args, **kwargs)
+        key = (file, str(device), model_params, repr(args), repr(sorted(kwargs.items())))
+        if not admission.active():
+            _dtypes[key] = unet_dtype(device, model_params, *args, **kwargs)
+        elif key not in _dtypes:
+            place = devices.key(manager().get_torch_device() if device is None else device)
+            if place is None or model_params <= 0:
+                _dtypes[key] = unet_dtype(device, model_params, *args, **kwargs)
+            else:
+                with claims.current.hold(meant(place), claims.HOLD):
+                    _dtypes[key] = unet_dtype(device, model_params, *args, **kwargs)
+                    _building[file, place] = int(model_params * manager().dtype_size(_dtypes[key]))
+                    settle()
+        return _dtypes[key]
+    return choose
+
+
+def shared_card(maximum_vram_for_weights: Callable[..., float]) -> Callable[..., float]:
+    """Decorates maximum_vram_for_weights: the card is what others have not committed of it."""
+    @functools.wraps(maximum_vram_for_weights)
+    def maximum(device: Any = None) -> float:
+        size = maximum_vram_for_weights(device)
+        if not registry.entries:
+            return size
+        place = devices.key(manager().get_torch_device() if device is None else device)
+        if place is None:
+            return size
+        mm = manager()
+        total = mm.get_total_memory(device)
+        return arithmetic.gate(size, total, mm.minimum_inference_memory(), committed(place, total))
+    return maximum
+
+
+def committed(place: str, total: float) -> int:
+    """What other processes have committed of a card of `total` bytes, loaded or not."""
+    size = 0
+    for entry, usage, age in registry.count("usage", place):
+        if usage is not None and not entry.gone and age <= STALE:
+            size += arithmetic.charged_commitment(usage, total)
+    for entry, usage, age in registry.count("usage", meant(place)):
+        if usage is not None and not entry.gone and age <= STALE:
+            size += usage.claimed or 0
+    return size
+
+
+def settle() -> None:
+    """Claim what is meant for each device and not in the list of loaded models."""
+    if not _building and not _built and not _claimed:
+        return
+    listed = {id(entry.model.model) for entry in list(manager().current_loaded_models) if entry.model is not None}
+    with _lock:
+        sizes = dict.fromkeys(_claimed, 0)
+        for (_, place), size in list(_building.items()):
+            sizes[place] = sizes.get(place, 0) + size
+        for model, (place, size) in list(_built.items()):
+            if id(model) not in listed:
+                sizes[place] = sizes.get(place, 0) + size
+        for place, size in sizes.items():
+            if size != claims.current.own(meant(place)):
+                claims.current.write(meant(place), size)
+            (_claimed.add if size else _claimed.discard)(place)
+
+
+def _identity(path: Any) -> tuple[str, int, int]:
+    """A file's path, size and time of change; whatever cannot be looked at is its path."""
+    try:
+        found = os.stat(path)
+        return os.fspath(path), found.st_size, found.st_mtime_ns
+    except (OSError, TypeError, ValueError):
+        return str(path), 0, 0
+
+
+def _patchers(result: Any) -> Iterator[Any]:
+    for part in result if isinstance(result, (tuple, list)) else (result,):
+        patcher = getattr(part, "patcher", part)
+        if hasattr(patcher, "load_device") and hasattr(patcher, "model_size") and hasattr(patcher, "model"):
+            yield patcher
+
+
+def _count(patcher: Any) -> None:
+    place = devices.key(patcher.load_device)
+    if place is not None:
+        _built[patcher.model] = place, int(patcher.model_size())

@@ -1,0 +1,68 @@
+"""What runs in a second process that shares memory through the runtime, and in the test's own: both are real ComfyUI managers.
+
+Load this file by its path (`runtimes` in each test file) and name it to spawn().
+"""
+
+import gc
+import os
+import threading
+
+from comfy_multiproc.testing import stub_patcher, tiny_models
+
+kept = {}       # name -> what the test holds
+
+
+def start(who):
+    """Be one of several processes from now on; the calling thread is the execution thread."""
+    from comfy_multiproc import runtime
+    runtime.start(who).execution_thread(None, None)
+
+
+def stop():
+    from comfy_multiproc import runtime
+    runtime.stop()
+
+
+def load(model, nbytes, device=None):
+    import comfy.model_management as mm
+    kept[model] = stub_patcher(nbytes, device)
+    mm.load_models_gpu([kept[model]])
+    return kept[model].loaded_size()
+
+
+def loaded(model):
+    return kept[model].loaded_size()
+
+
+def serve(path, seconds=60):
+    """Be idle until a file appears: what others ask for is given."""
+    from comfy_multiproc import runtime
+    from comfy_multiproc.safepoint import Moment
+    here = runtime.current
+    woken = threading.Event()
+    with here.inbox.waking(woken.set):
+        here._set_busy(False)
+        for _ in range(int(seconds / 0.05)):
+            if os.path.exists(path):
+                return
+            here.inbox.serve(Moment.IDLE)
+            woken.wait(0.05)
+            woken.clear()
+    raise TimeoutError(f"{path} has not appeared")
+
+
+# dtype gates
+
+def load_file(file):
+    """Load a tiny UNet as UNETLoader does; its weights' dtype and bytes."""
+    import comfy.sd
+    models = tiny_models.ensure([file])
+    patcher = kept[file] = comfy.sd.load_diffusion_model(str(models / tiny_models.FILES[file][0]))
+    return str(patcher.model.get_dtype()), patcher.model_size()
+
+
+def drop(model):
+    from comfy import process_memory
+    del kept[model]
+    gc.collect()
+    process_memory.changed()
