@@ -13,13 +13,20 @@ _HOME = {
     "CardSettings": "card.settings",
     "VirtualCard": "card.virtual", "virtual_card": "card.virtual", "server_environment": "card.virtual",
     "stub_patcher": "stubs",
+    "CardProcess": "process", "ProcessError": "process", "RemoteError": "process",
+    "Result": "server", "Server": "server", "ServerError": "server", "start_server": "server",
     "check_provider": "conformance",
 }
 
-__all__ = sorted(_HOME)
+
+_MODULES = ("tiny_models", "workflows")
+
+__all__ = [*_HOME, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -46,11 +46,10 @@ def pose(mm: types.ModuleType, settings: CardSettings, file: CapacityFile, npu: 
     patches.set(mm, "is_nvidia", lambda: False)     # a CUDA build of torch says that it is
     state = {"normal": mm.VRAMState.NORMAL_VRAM, "low": mm.VRAMState.LOW_VRAM, "no": mm.VRAMState.NO_VRAM,
              "high": mm.VRAMState.HIGH_VRAM}[settings.state]
-    reserved = settings.reserved
-    if reserved is None and mm.args.reserve_vram is None:
-        reserved = settings.size // 20
+    size = file.size(0)     # of the file, not of the settings: the file may have been there before
+    reserved = size // 20 if mm.args.reserve_vram is None else None
     numbers = {"cpu_state": mm.CPUState.GPU, "npu_available": True, "xpu_available": False, "mlu_available": False,
-               "directml_enabled": False, "total_vram": settings.size / MIB, "vram_state": state, "set_vram_to": state,
+               "directml_enabled": False, "total_vram": size / MIB, "vram_state": state, "set_vram_to": state,
                "lowvram_available": True, "ENABLE_PYTORCH_ATTENTION": True, "NUM_STREAMS": 0,
                "FORCE_FP32": mm.FORCE_FP32 or "fp16" not in settings.dtypes and "bf16" not in settings.dtypes,
                "SUPPORT_FP8_OPS": "fp8" in settings.dtypes}
@@ -59,7 +58,7 @@ def pose(mm: types.ModuleType, settings: CardSettings, file: CapacityFile, npu: 
     for dtype, gate in (("fp16", "should_use_fp16"), ("bf16", "should_use_bf16")):
         if settings.dtypes and dtype not in settings.dtypes:
             patches.set(mm, gate, lambda *args, **kwargs: False)
-    figures(mm, settings, patches, inference=settings.size // 10, reserved=reserved, weight_ratio=0.0)
+    figures(mm, settings, patches, inference=size // 10, reserved=reserved, weight_ratio=0.0)
 
 
 def figures(mm: types.ModuleType, settings: CardSettings, patches: Patches, *, inference: int | None = None,

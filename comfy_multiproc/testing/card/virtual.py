@@ -109,14 +109,19 @@ def virtual_card(size: str | int, *, path: str | os.PathLike[str] | None = None,
         yield card
 
 
-def server_environment(settings: CardSettings, path: str | os.PathLike[str] | None = None) -> dict[str, str]:
+def server_environment(settings: CardSettings, path: str | os.PathLike[str] | None = None, *,
+                       tree: str | os.PathLike[str] | None = None) -> dict[str, str]:
     """Environment variables that give a Python process, ComfyUI's server above all, a virtual card.
 
     `path`: the capacity file, made if it is not there; without one the process makes its own and shares it with its children.
+    `tree`: the ComfyUI it will run; one that has this package is armed with its own copy.
     The Python form also needs the argument --cpu; the C++ form needs --disable-dynamic-vram and a compiler at the first use.
     """
-    found = os.environ.get("PYTHONPATH", "")
-    paths = [str(SITE), *(p for p in found.split(os.pathsep) if p and p != str(SITE))]
+    site = SITE
+    if tree is not None and (own := pathlib.Path(tree).resolve() / "comfy_multiproc" / "testing" / "site").is_dir():
+        site = own
+    others = (p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(SITE))
+    paths = [str(site), *others]
     environment = {VARIABLE: settings.text(), "PYTHONPATH": os.pathsep.join(paths)}
     if path is not None:
         environment[FILE_VARIABLE] = os.fspath(path)

@@ -1,0 +1,57 @@
+"""A pack that loads and changes models: what it gives out stays in its process."""
+
+import os
+
+import comfy.sd
+import folder_paths
+
+
+class ZooLoadCheckpoint:
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"ckpt_name": (folder_paths.get_filename_list("checkpoints"),)}}
+
+    RETURN_TYPES = ("MODEL", "CLIP", "VAE")
+    FUNCTION = "load"
+    CATEGORY = "zoo"
+
+    def load(self, ckpt_name):
+        path = folder_paths.get_full_path_or_raise("checkpoints", ckpt_name)
+        return comfy.sd.load_checkpoint_guess_config(path, output_vae=True, output_clip=True)[:3]
+
+
+class ZooShiftModel:
+    """Takes a MODEL, from whichever process, and gives a changed one."""
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("MODEL",), "scale": ("FLOAT", {"default": 1.0, "min": 0.0, "max": 4.0})}}
+
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "change"
+    CATEGORY = "zoo"
+
+    def change(self, model, scale):
+        changed = model.clone()
+        changed.set_model_sampler_post_cfg_function(lambda args: args["denoised"] * scale)
+        return (changed,)
+
+
+class ZooWho:
+    """The process that its pack runs in."""
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"seed": ("INT", {"default": 0})}, "optional": {"anything": ("*",)}}
+
+    RETURN_TYPES = ("INT",)
+    FUNCTION = "who"
+    OUTPUT_NODE = True
+    CATEGORY = "zoo"
+
+    def who(self, seed, anything=None):
+        return {"ui": {"pid": [os.getpid()], "kind": [type(anything).__name__]}, "result": (os.getpid(),)}
+
+
+NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (ZooLoadCheckpoint, ZooShiftModel, ZooWho)}
+NODE_DISPLAY_NAME_MAPPINGS = {"ZooLoadCheckpoint": "Load Checkpoint (zoo)"}
