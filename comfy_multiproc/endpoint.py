@@ -121,7 +121,7 @@ class Endpoint:
             self._thread.join(5.0)
 
     def _run(self) -> None:
-        wanted: float | None = None
+        wanted: float | None = 0.0
         try:
             while not self._stopping:
                 for key, events in self._selector.select(wanted):

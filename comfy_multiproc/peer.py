@@ -1,0 +1,318 @@
+"""Other ComfyUI processes of this user on this machine, as providers: counted from the ledger, asked at their endpoint."""
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from queue import SimpleQueue
+from typing import Any
+
+from comfy.process_memory.provider import (NOTHING, Candidate, DeviceUsage, Outcome, ProcessMemoryProvider, RamUsage, Receipt,
+                                           ReleaseRequest)
+
+from .channel import ChannelError, Client, Message
+from .ledger import Ledger, Process
+from .liveness import alive, stopped
+
+PATIENCE = 1.0
+"""Seconds to wait for a busy process to come to a safe point."""
+
+MARGIN = 0.05             # a request ends this long before its deadline, so that its receipt is still in time
+SIGN_OF_LIFE = 0.25       # seconds beyond its patience after which a process that has said nothing is silent
+ENDING = 0.25             # seconds that a process may take to end once it has closed its connections
+SILENT_SECONDS = 1.0      # for which a silent process is not asked again; doubles up to
+SILENT_LIMIT = 30.0
+REFRESH = 0.1             # seconds after which the age of a figure is worked out anew
+RESCAN = 0.5              # seconds after which the ledger is looked through even if nobody has come or gone
+
+BUSY = Receipt(outcome=Outcome.BUSY)
+GONE = Receipt(outcome=Outcome.GONE, resident=0)
+UNKNOWN = DeviceUsage(resident=None, busy=True)
+
+
+def _nothing(busy: bool) -> DeviceUsage:
+    return DeviceUsage(resident=0, cached=0, fixed=0, scratch=0, claimed=0, committed=0, reclaimable=0, busy=busy)
+
+
+HELD_BY_THE_DEAD = _nothing(False)
+HELD = {busy: _nothing(busy) for busy in (False, True)}
+
+
+class Occupied(ChannelError):
+    """The one connection to a process is in use by another thread."""
+
+
+class PeerProcess(ProcessMemoryProvider):
+    """One other process.
+
+    Counting reads the ledger: microseconds, any thread. Requests go to the process's endpoint; one at a time, others
+    wait for their turn within their deadlines. A process that has ended holds nothing and answers GONE. `capture` is
+    entered while this process captures a graph on a device; `tell` sends a message that nobody waits for, to a process
+    that belongs to the same server as this one (None: it does not).
+    """
+
+    inline_counting = True
+
+    def __init__(self, ledger: Ledger, process: Process, key: bytes, *, patience: float = PATIENCE,
+                 capture: Callable[[str], AbstractContextManager[object]] = lambda device: nullcontext(),
+                 tell: Callable[[PeerProcess, Message], None] | None = None):
+        self.pid: int = process.pid
+        self.start = process.start
+        self.slot = process.slot
+        self.family = process.family
+        self._name = process.name
+        self._ledger, self._key, self._patience = ledger, key, patience
+        self._capture, self._tell = capture, tell
+        self._lock = threading.Lock()
+        self._client: Client | None = None
+        self._aged: dict[str, tuple[DeviceUsage, DeviceUsage, float]] = {}
+        self._silent_until = 0.0
+        self._silences = 0
+        self._complained = False
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def process(self, exact: bool = False) -> Process | None:
+        """What the ledger says of it; None once it has ended."""
+        process = self._ledger.read(self.slot, exact)
+        if process is None or process.pid != self.pid or process.start != self.start:
+            return None
+        return process
+
+    # counting
+
+    def usage(self, device: str) -> DeviceUsage:
+        process = self.process()
+        if process is None:
+            return HELD_BY_THE_DEAD
+        report = process.devices.get(device)
+        if report is None:
+            return HELD[process.busy] if process.settled else UNKNOWN
+        written = report.usage
+        now = time.monotonic()
+        aged = self._aged.get(device)
+        if aged is None or aged[0] is not written or now - aged[2] > REFRESH:
+            usage = dataclasses.replace(written, age=self._ledger.age(self.slot))
+            aged = self._aged[device] = (written, usage, now)
+        return aged[1] if process.settled else dataclasses.replace(aged[1], busy=True)
+
+    def candidates(self, device: str) -> Sequence[Candidate]:
+        process = self.process()
+        report = None if process is None or not process.settled else process.devices.get(device)
+        return () if report is None else report.candidates
+
+    def ram(self) -> RamUsage:
+        process = self.process()
+        if process is None:
+            return RamUsage(resident=0, pinned=0, registered=0, backups=0, outputs=0)
+        return dataclasses.replace(process.ram, age=self._ledger.age(self.slot))
+
+    # asking
+
+    def release(self, request: ReleaseRequest) -> Receipt:
+        return self._ask("release", request)
+
+    def release_pins(self, request: ReleaseRequest) -> Receipt:
+        return self._ask("release_pins", request)
+
+    def release_ram(self, request: ReleaseRequest) -> Receipt:
+        return self._ask("release_ram", request)
+
+    def unload(self, request: ReleaseRequest) -> Receipt:
+        return self._ask("unload", request)
+
+    def reset(self, request: ReleaseRequest) -> Receipt:
+        return self._ask("reset", request)
+
+    def ping(self, timeout: float = PATIENCE) -> bool:
+        """Whether its endpoint answers within `timeout` seconds. Says nothing about its execution thread."""
+        try:
+            return self._exchange({"type": "ping"}, time.monotonic() + timeout, None).get("pong") is True
+        except (OSError, ChannelError):
+            return False
+
+    # telling
+
+    def interrupt(self, prompt_id: str | None, value: bool) -> None:
+        if self._tell is not None:
+            self._tell(self, {"type": "interrupt", "prompt": prompt_id, "value": value})
+
+    def exclusive(self, device: str) -> AbstractContextManager[object]:
+        return self._capture(device)
+
+    def close(self) -> None:
+        """Close the connection, unless a request is under way: that one ends by itself."""
+        if self._lock.acquire(blocking=False):
+            self._disconnect()
+            self._lock.release()
+
+    def _ask(self, kind: str, request: ReleaseRequest) -> Receipt:
+        if not alive(self.pid, self.start):
+            return GONE
+        now = time.monotonic()
+        if now < self._silent_until or stopped(self.pid):
+            return BUSY
+        left = request.remaining() - MARGIN
+        if left <= 0:
+            return BUSY
+        patience = min(self._patience, left)
+        message = {"type": kind, "device": request.device, "bytes": request.bytes, "reason": request.reason.value,
+                   "candidate": request.candidate, "ticket": request.ticket, "origin": request.origin, "wait": patience}
+        try:
+            answer = self._exchange(message, now + left, now + patience + SIGN_OF_LIFE)
+        except TimeoutError:
+            if not alive(self.pid, self.start):
+                return GONE
+            self._silences += 1
+            self._silent_until = time.monotonic() + min(SILENT_LIMIT, SILENT_SECONDS * 2 ** min(self._silences - 1, 16))
+            return BUSY
+        except Occupied:
+            return BUSY
+        except (OSError, ChannelError) as e:
+            if self._has_ended(isinstance(e, ConnectionError)):
+                return GONE
+            self._complain(f"cannot be asked: {e}")
+            return BUSY
+        self._silences = 0
+        return self._receipt(answer)
+
+    def _has_ended(self, ending: bool) -> bool:
+        """Whether the process has ended. A process that ends closes its connections a little before it is seen to be gone."""
+        until = time.monotonic() + ENDING if ending else 0.0
+        while alive(self.pid, self.start):
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.002)
+        return True
+
+    def _exchange(self, message: Message, deadline: float, start_by: float | None) -> Message:
+        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise Occupied("another request to it is not done yet")
+        try:
+            cached = self._client is not None
+            try:
+                return self._connected(deadline if start_by is None else start_by).request(message, deadline, start_by)
+            except ConnectionError:
+                self._disconnect()
+                if not cached:
+                    raise
+                # The other end drops connections that it has no use for; the first that this end sees of it is now.
+                return self._connected(deadline).request(message, deadline, start_by)
+        except BaseException:
+            self._disconnect()
+            raise
+        finally:
+            self._lock.release()
+
+    def _connected(self, deadline: float) -> Client:
+        if self._client is None:
+            process = self.process()
+            if process is None or not process.address:
+                raise ConnectionError("it has no endpoint")
+            self._client = Client(process.address, self._key, deadline)
+        return self._client
+
+    def _disconnect(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _receipt(self, answer: Message) -> Receipt:
+        freed, resident = answer.get("freed", 0), answer.get("resident")
+        try:
+            outcome = Outcome(answer.get("outcome"))
+        except ValueError:
+            self._complain(f"gave an answer that is no receipt: {str(answer)[:200]}")
+            return BUSY
+        if not _is_size(freed) or not (resident is None or _is_size(resident)) or outcome is Outcome.GONE:
+            self._complain(f"gave a receipt with impossible figures: {str(answer)[:200]}")
+            return BUSY
+        return Receipt(outcome=outcome, freed=freed, resident=resident) if outcome is not Outcome.NOTHING or resident else NOTHING
+
+    def _complain(self, what: str) -> None:
+        if not self._complained:
+            self._complained = True
+            logging.warning("Process memory: %s (pid %d) %s (said once)", self._name, self.pid, what)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+class Teller:
+    """Sends messages that nobody waits for, on a thread of its own, in order."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[PeerProcess, Message] | None] = SimpleQueue()
+        threading.Thread(target=self._run, daemon=True, name="process memory: teller").start()
+
+    def tell(self, peer: PeerProcess, message: Message) -> None:
+        """Send `message` soon. Returns at once; a peer that does not take it within a second misses it."""
+        self._queue.put((peer, message))
+
+    def close(self) -> None:
+        """Stop once what is queued has been sent."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            peer, message = item
+            try:
+                peer._exchange(message, time.monotonic() + 1.0, None)
+            except (OSError, ChannelError):
+                pass    # it has ended, or it is stopped and will see nothing for a while anyhow
+
+
+class Peers:
+    """The other processes in the ledger, found without any configuration.
+
+    `found(peer)` and `lost(peer)` are called, on whichever thread looks, when one has come or gone.
+    """
+
+    def __init__(self, ledger: Ledger, own: tuple[int, int], make: Callable[[Process], PeerProcess],
+                 found: Callable[[PeerProcess], None], lost: Callable[[PeerProcess], None]):
+        self._ledger, self._own, self._make = ledger, own, make
+        self._found, self._lost = found, lost
+        self._lock = threading.Lock()
+        self._peers: dict[tuple[int, int], PeerProcess] = {}
+        self._changes = -1
+        self._scanned = 0.0
+
+    def __iter__(self) -> Iterator[PeerProcess]:
+        return iter(list(self._peers.values()))
+
+    def refresh(self) -> None:
+        """Look who has come and who has gone. Microseconds unless somebody has. Any thread."""
+        now = time.monotonic()
+        changes = self._ledger.changes
+        if changes == self._changes and now - self._scanned < RESCAN:
+            return
+        with self._lock:
+            if changes == self._changes and now - self._scanned < RESCAN:
+                return
+            live = {(p.pid, p.start): p for p in self._ledger.processes(exact=True)}
+            for which in self._peers.keys() - live.keys():
+                peer = self._peers.pop(which)
+                peer.close()
+                self._lost(peer)
+            for which in live.keys() - self._peers.keys() - {self._own}:
+                peer = self._peers[which] = self._make(live[which])
+                self._found(peer)
+            # Last, so that a thread that finds nothing new to look at finds everybody registered.
+            self._changes, self._scanned = changes, now
+
+    def clear(self) -> None:
+        """Forget everybody."""
+        with self._lock:
+            for peer in self._peers.values():
+                peer.close()
+                self._lost(peer)
+            self._peers.clear()
+            self._changes = -1
+
+

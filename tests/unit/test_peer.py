@@ -1,0 +1,295 @@
+"""Processes that find each other, ask each other, and go on when one of them does not answer. Real processes, a shared card."""
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from comfy.process_memory import Outcome
+from comfy_multiproc.ledger import Ledger
+from comfy_multiproc.testing.card.capacity import CapacityFile, read_card
+from tests.unit.processes import SECONDS, children, context
+from tests.unit.small import MB, process
+
+CARD = 1000 * MB
+
+
+@contextmanager
+def running(tmp_path, *names, patience=1.0, keep_freed=False, barrier=None):
+    """Small ComfyUI processes on one card of 1000 MB, each knowing all others."""
+    card = tmp_path / "card"
+    CapacityFile.create(card, [CARD], keep_freed=keep_freed).close()
+    with children(*((process, tmp_path / "run", card, name, patience, barrier) for name in names)) as started:
+        for child in started:
+            assert child.hear() == "ready"
+        for child, name in zip(started, names):
+            deadline = time.monotonic() + SECONDS
+            while child.call(("books",))["peers"] != sorted(set(names) - {name}):
+                assert time.monotonic() < deadline, "they do not find each other"
+                time.sleep(0.01)
+        yield started
+
+
+def used(tmp_path):
+    return read_card(tmp_path / "card").used
+
+
+def known(child, peer, **figures):
+    """Wait until `child` reads these figures of `peer`."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        usage = child.call(("usage", peer))
+        if all(usage[name] == value for name, value in figures.items()):
+            return usage
+        assert time.monotonic() < deadline, f"{peer} is seen as {usage}, not {figures}"
+        time.sleep(0.005)
+
+
+def test_they_find_each_other_and_see_what_each_holds(tmp_path):
+    with running(tmp_path, "a", "b") as [a, b]:
+        assert b.call(("load", "Unet", 300 * MB)) == 300 * MB
+        usage = known(a, "b", busy=False)
+        assert (usage["resident"], usage["committed"], usage["claimed"]) == (300 * MB, 300 * MB, 0)
+        [(name, _, resident, in_use)] = a.call(("candidates", "b"))
+        assert (name, resident, in_use) == ("Unet", 300 * MB, False)
+
+
+def test_a_load_evicts_the_idle_model_of_another_process_and_no_more_than_is_missing(tmp_path):
+    with running(tmp_path, "a", "b") as [a, b]:
+        b.call(("load", "Unet", 700 * MB))
+        assert a.call(("load", "Other", 500 * MB)) == 500 * MB, "there was room to be had"
+        assert b.call(("books",))["resident"] == {"Unet": 500 * MB}, "200 MB were missing"
+        assert used(tmp_path) == CARD
+        assert b.call(("load", "Unet", 700 * MB)) == 700 * MB
+        assert a.call(("books",))["resident"] == {"Other": 300 * MB}
+        assert a.call(("books",))["ooms"] == b.call(("books",))["ooms"] == 0
+
+
+def test_an_allocators_cache_is_given_back_before_any_model(tmp_path):
+    with running(tmp_path, "a", "b", keep_freed=True) as [a, b]:
+        b.call(("load", "Unet", 300 * MB))
+        b.call(("work", 250 * MB))
+        assert known(a, "b", cached=250 * MB)["resident"] == 300 * MB
+        assert a.call(("load", "Other", 700 * MB)) == 700 * MB
+        assert b.call(("books",))["resident"] == {"Unet": 300 * MB} and used(tmp_path) == CARD
+        # A model that is unloaded leaves the card too, not only the books: the receipt counts what the allocator let go.
+        assert a.call(("ask", "b", "release", 100 * MB))[:3] == (Outcome.FREED, 100 * MB, 200 * MB)
+        assert used(tmp_path) == 900 * MB
+
+
+def test_a_receipt_says_what_has_left_the_card(tmp_path):
+    with running(tmp_path, "a", "b") as [a, b]:
+        b.call(("load", "Unet", 300 * MB))
+        [(_, id_, _, _)] = a.call(("candidates", "b"))
+        assert a.call(("ask", "b", "release", 100 * MB, id_))[:3] == (Outcome.FREED, 100 * MB, 200 * MB)
+        assert a.call(("ask", "b", "release", 900 * MB, id_))[:3] == (Outcome.FREED, 200 * MB, 0)
+        assert used(tmp_path) == 0
+        assert a.call(("ask", "b", "release", MB, id_))[0] is Outcome.NOTHING, "that model is no longer there"
+        assert a.call(("ask", "b", "release", MB, None))[0] is Outcome.NOTHING
+        assert a.call(("ask", "b", "release", MB, None, 5.0, "t", "cuda:other"))[0] is Outcome.NOTHING
+
+
+def test_unload_and_reset(tmp_path):
+    with running(tmp_path, "a", "b") as [a, b]:
+        b.call(("load", "Unet", 300 * MB))
+        b.call(("load", "Clip", 200 * MB))
+        assert a.call(("ask", "b", "unload", 0))[:3] == (Outcome.FREED, 500 * MB, 0)
+        assert b.call(("books",))["resident"] == {} and used(tmp_path) == 0
+        a.call(("ask", "b", "reset", 0))
+        assert b.call(("books",))["resets"] == 1
+
+
+@pytest.mark.parametrize("steps", [True, False], ids=["with steps", "without"])
+def test_a_busy_process_gives_at_a_step_what_it_does_not_use_and_nothing_else(tmp_path, steps):
+    with running(tmp_path, "a", "b", patience=0.3) as [a, b]:
+        b.call(("load", "Clip", 200 * MB))
+        b.tell(("sample", "Unet", 300 * MB, steps))
+        assert b.hear() == "sampling"
+        known(a, "b", busy=True)
+        offered = {name: (id_, in_use) for name, id_, _, in_use in a.call(("candidates", "b"))}
+        assert offered["Unet"][1] is True and offered["Clip"][1] is False
+        outcome, freed, _, took = a.call(("ask", "b", "release", 100 * MB, offered["Clip"][0]))
+        assert (outcome, freed) == ((Outcome.FREED, 100 * MB) if steps else (Outcome.BUSY, 0)) and took < 10
+        outcome, freed, _, took = a.call(("ask", "b", "release", 100 * MB, offered["Unet"][0]))
+        assert (outcome, freed) == (Outcome.BUSY, 0) and took < 10, "never what is in use, and always an answer"
+        assert a.call(("ask", "b", "unload", 0))[0] is Outcome.BUSY
+        b.tell(("let go",))
+        assert b.hear() == "sampled"
+        assert a.call(("ask", "b", "release", 100 * MB, offered["Unet"][0]))[0] is Outcome.FREED
+
+
+def test_what_waits_for_the_end_of_a_node_is_served_there(tmp_path):
+    with running(tmp_path, "a", "b", patience=10.0) as [a, b]:
+        b.tell(("sample", "Unet", 300 * MB, True))
+        assert b.hear() == "sampling"
+        known(a, "b", busy=True)
+        a.tell(("ask", "b", "unload", 0, None, 20.0))
+        b.tell(("let go",))
+        assert b.hear() == "sampled"
+        assert a.hear()[:3] == (Outcome.FREED, 300 * MB, 0)
+
+
+def test_inside_memory_management_the_answer_is_busy_at_once(tmp_path):
+    with running(tmp_path, "a", "b", patience=20.0) as [a, b]:
+        b.call(("load", "Unet", 300 * MB))
+        b.tell(("move",))
+        assert b.hear() == "moving"
+        outcome, _, _, took = a.call(("ask", "b", "release", MB, None, 25.0))
+        assert outcome is Outcome.BUSY and took < 10, "it does not use up the patience"
+        b.tell(("let go",))
+        assert b.hear() == "moved"
+        assert a.call(("ask", "b", "release", MB))[0] is Outcome.FREED
+
+
+def test_while_a_graph_is_captured_nothing_is_given_and_others_know(tmp_path):
+    with running(tmp_path, "a", "b") as [a, b]:
+        b.call(("load", "Unet", 300 * MB))
+        b.call(("capture", True))
+        assert known(a, "b", capturing=True)
+        assert a.call(("ask", "b", "release", MB))[0] is Outcome.BUSY
+        b.call(("capture", False))
+        known(a, "b", capturing=False)
+        assert a.call(("ask", "b", "release", MB))[0] is Outcome.FREED
+
+
+def test_a_request_that_comes_back_is_answered_nothing(tmp_path):
+    with running(tmp_path, "a", "b") as [a, b]:
+        b.call(("load", "Unet", 300 * MB))
+        a.call(("load", "Other", 600 * MB))
+        ticket = b.call(("fan_out", "a", 50 * MB))
+        assert a.call(("books",))["resident"] == {"Other": 550 * MB}
+        assert a.call(("ask", "b", "release", MB, None, 5.0, ticket))[0] is Outcome.NOTHING, "it is b's own request"
+        assert a.call(("ask", "b", "release", MB, None, 5.0, "another"))[0] is Outcome.FREED
+
+
+def test_both_ask_each_other_at_once_and_both_are_answered(tmp_path):
+    with running(tmp_path, "a", "b") as [a, b]:
+        a.call(("load", "A", 300 * MB))
+        b.call(("load", "B", 300 * MB))
+        for _ in range(20):
+            a.tell(("load", "A", 800 * MB))
+            b.tell(("load", "B", 800 * MB))
+            a.hear(), b.hear()
+            assert used(tmp_path) <= CARD
+        assert a.call(("books",))["ooms"] + b.call(("books",))["ooms"] == 0
+        assert a.call(("books",))["claimed"] == b.call(("books",))["claimed"] == 0
+
+
+# death and silence
+
+def gone_everywhere(tmp_path, others, name, pid):
+    for other in others:
+        deadline = time.monotonic() + SECONDS
+        while name in other.call(("books",))["peers"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert pid not in [p.pid for p in Ledger(tmp_path / "run", create=False).processes(exact=True)]
+
+
+@pytest.mark.parametrize("where", ["idle", "claimed", "serving", "writing", "lock", "sampling"])
+def test_killed_wherever_it_is_nothing_of_it_is_left(tmp_path, where):
+    with running(tmp_path, "a", "b") as [a, b]:
+        b.call(("load", "Unet", 600 * MB))
+        if where == "claimed":
+            b.tell(("stop_at", "claimed", "More", 300 * MB))
+            assert b.hear() == "claimed"
+            assert known(a, "b", claimed=300 * MB)
+        elif where == "serving":
+            b.call(("wait_in_unload",))
+            a.tell(("ask", "b", "release", 100 * MB, None, 20.0))
+            assert b.hear() == "unloading"
+        elif where == "writing":
+            b.call(("half",))
+        elif where == "lock":
+            b.call(("hold_lock",))
+        elif where == "sampling":
+            b.tell(("sample", "Unet", 600 * MB, True))
+            assert b.hear() == "sampling"
+        b.kill()
+        if where == "serving":
+            assert a.hear()[:2] == (Outcome.GONE, 0), "whoever waits for it learns so at once"
+        # The very next load counts on nothing of the dead.
+        assert a.call(("load", "Other", 900 * MB)) == 900 * MB
+        gone_everywhere(tmp_path, [a], "b", b.pid)
+        assert used(tmp_path) == 900 * MB and a.call(("books",))["claimed"] == 0
+
+
+def test_stopped_others_go_on_and_the_books_are_right_when_it_continues(tmp_path):
+    with running(tmp_path, "a", "b") as [a, b]:
+        b.call(("load", "Unet", 600 * MB))
+        b.stop()
+        outcome, _, _, took = a.call(("ask", "b", "release", MB))
+        assert outcome is Outcome.BUSY and took < 10
+        assert a.call(("load", "Other", 900 * MB)) == 400 * MB, "as much as there is room for: what a stopped process holds is held"
+        assert used(tmp_path) == CARD
+        b.resume()
+        assert b.call(("books",))["resident"] == {"Unet": 600 * MB}
+        assert a.call(("load", "Other", 900 * MB)) == 900 * MB
+        assert b.call(("books",))["resident"] == {"Unet": 100 * MB} and used(tmp_path) == CARD
+
+
+def test_stopped_while_it_holds_a_devices_lock_costs_others_a_bound(tmp_path):
+    with running(tmp_path, "a", "b") as [a, b]:
+        b.call(("hold_lock",))
+        b.stop()
+        assert a.call(("load", "Other", 500 * MB)) == 500 * MB
+        b.resume()
+
+
+def test_a_new_process_is_seen_by_the_next_load_of_another(tmp_path):
+    with running(tmp_path, "a") as [a]:
+        with children((process, tmp_path / "run", tmp_path / "card", "late")) as [late]:
+            assert late.hear() == "ready"
+            late.tell(("stop_at", "claimed", "Unet", 700 * MB))
+            assert late.hear() == "claimed"
+            assert a.call(("load", "Other", 500 * MB)) == 300 * MB, "what has been promised to somebody else is not free"
+
+
+def test_the_folder_is_deleted_while_they_run(tmp_path):
+    with running(tmp_path, "a", "b") as [a, b]:
+        b.call(("load", "Unet", 300 * MB))
+        shutil.rmtree(tmp_path / "run")
+        deadline = time.monotonic() + SECONDS
+        while not (a.call(("books",))["peers"] == ["b"] and (tmp_path / "run").exists()
+                   and len(list(Ledger(tmp_path / "run", create=False).processes())) == 2):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        known(a, "b", resident=300 * MB)
+        assert a.call(("ask", "b", "release", 100 * MB))[:2] == (Outcome.FREED, 100 * MB)
+
+
+def test_nothing_is_left_to_clean_up_after_all_have_been_killed(tmp_path):
+    with running(tmp_path, "a", "b") as both:
+        for child in both:
+            child.kill()
+    with children((process, tmp_path / "run", tmp_path / "card", "next")) as [after]:
+        assert after.hear() == "ready"
+        assert after.call(("books",))["peers"] == []
+        assert after.call(("load", "Unet", CARD)) == CARD
+        assert len(list((tmp_path / "run").glob("*.sock"))) == 1, "the sockets of the dead are gone"
+        after.tell(("end",))
+        after.process.join(SECONDS)
+    assert not list((tmp_path / "run").glob("*.sock")) and list(Ledger(tmp_path / "run", create=False).processes()) == []
+
+
+def test_four_processes_load_at_the_same_instant(tmp_path):
+    """Nobody is out of memory, and nothing is refused by the card: what is resident and claimed always fits."""
+    rounds = int(os.environ.get("COMFY_MULTIPROC_ROUNDS", "25"))
+    sizes = [300 * MB, 450 * MB, 150 * MB, 800 * MB]
+    barrier = context.Barrier(4)
+    with running(tmp_path, "a", "b", "c", "d", barrier=barrier) as started:
+        loaded = []
+        for r in range(rounds):
+            for i, child in enumerate(started):
+                child.tell(("load_with_others", f"model{(r + i) % 4}", sizes[(r + i) % 4]))
+            loaded.append([child.hear() for child in started])
+            reading = read_card(tmp_path / "card")
+            assert reading.used <= CARD
+        assert all(type(size) is int for answers in loaded for size in answers), loaded
+        assert reading.refusals == 0 and reading.peak <= CARD
+        assert sum(size > 0 for answers in loaded for size in answers) > rounds, "and they do load"
+        for child in started:
+            assert child.call(("books",))["claimed"] == 0
