@@ -17,11 +17,14 @@ Layout. All words are 64-bit little-endian, aligned and written whole; all sizes
                8  RAM: resident   9 pinned   10 registered   11 backups   12 outputs
               13  family: processes that belong to one server have the same
            14-15  not used
-                  then name (64 bytes), address of the endpoint (192 bytes), 16 devices
+                  then name (64 bytes), address of the endpoint (192 bytes), 16 claims, 16 devices
+    claim      0  digest of the device's key; 0: not used, nor any after it    1  what is claimed there
+               Not under the sequence: a claim is one word, and whoever reads it must have the newest, whatever else its
+               owner is writing. A place belongs to one device for as long as the slot is held.
     device        key (64 bytes), then the words
                0  resident: weights on the device (torch's and the pager's)
                1  cached: kept by torch's allocator, unused     2 fixed     3 scratch: live, and not weights
-               4  claimed     5 committed     6 reclaimable
+               4  not used    5 committed     6 reclaimable
                7  allocator: all that torch's allocator has reserved; contains `cached`
                8  pager: all that aimdo has mapped for weights and cast buffers, which is not in `allocator`
                9  candidates that follow                        10  capturing: 1 while a graph is captured there
@@ -36,6 +39,8 @@ Layout. All words are 64-bit little-endian, aligned and written whole; all sizes
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import mmap
 import os
 import stat
@@ -61,10 +66,12 @@ UNKNOWN = 2**64 - 1
 HEADER_SIZE = 4096
 HEADER = struct.Struct("<6Q")
 SLOT_HEAD = struct.Struct("<16Q64s192s")
+CLAIM = struct.Struct("<2Q")
 DEVICE_HEAD = struct.Struct("<64s16Q")
 CANDIDATE = struct.Struct("<6Q48s")
 DEVICE_SIZE = DEVICE_HEAD.size + CANDIDATES * CANDIDATE.size
-SLOT_SIZE = -(-(SLOT_HEAD.size + DEVICES * DEVICE_SIZE) // 4096) * 4096
+BODY = SLOT_HEAD.size + DEVICES * CLAIM.size      # where the devices begin
+SLOT_SIZE = -(-(BODY + DEVICES * DEVICE_SIZE) // 4096) * 4096
 FILE_SIZE = HEADER_SIZE + SLOTS * SLOT_SIZE
 
 BUSY = 1
@@ -94,7 +101,7 @@ class DeviceReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a process holds, as it is written. Claims are not in it: :meth:`Slot.claim`."""
+    """What a process holds, as it is written. Claims are not in it: :meth:`Slot.claim`, :meth:`Ledger.claimed`."""
     ram: RamUsage = field(default_factory=RamUsage)
     devices: tuple[DeviceReport, ...] = ()
 
@@ -160,6 +167,11 @@ def runtime_folder() -> Path:
     return folder
 
 
+@functools.lru_cache(maxsize=256)
+def _digest(device: str) -> int:
+    return int.from_bytes(hashlib.blake2b(device.encode(), digest_size=8).digest(), "little") or 1
+
+
 def _text(value: str, size: int) -> bytes:
     return value.replace("\0", "").encode("utf-8", "replace")[:size - 1].decode("utf-8", "ignore").encode()
 
@@ -176,11 +188,11 @@ def _figure(word: int) -> int | None:
     return None if word == UNKNOWN else word
 
 
-def _pack_device(report: DeviceReport, claimed: int, capturing: bool) -> bytes:
+def _pack_device(report: DeviceReport, capturing: bool) -> bytes:
     usage = report.usage
     candidates = report.candidates[:CANDIDATES]
     parts = [DEVICE_HEAD.pack(_text(report.key, 64), *map(_word, (
-        usage.resident, usage.cached, usage.fixed, usage.scratch, claimed, usage.committed, usage.reclaimable,
+        usage.resident, usage.cached, usage.fixed, usage.scratch, 0, usage.committed, usage.reclaimable,
         report.allocator, report.pager, len(candidates), capturing, report.total, 0, 0, 0, 0)))]
     for c in candidates:
         kind = KINDS.index(c.kind) | (IN_USE if c.in_use else 0) | (DYNAMIC if c.dynamic else 0)
@@ -193,9 +205,9 @@ def _unpack(slot: int, data: bytes) -> Process:
      name, address) = SLOT_HEAD.unpack_from(data)
     busy = bool(flags & BUSY)
     devices = {}
-    at = SLOT_HEAD.size
+    at = BODY
     for _ in range(min(count, DEVICES)):
-        key, resident, cached, fixed, scratch, claimed, committed, reclaimable, allocator, pager, number, capturing, total, *_ = \
+        key, resident, cached, fixed, scratch, _, committed, reclaimable, allocator, pager, number, capturing, total, *_ = \
             DEVICE_HEAD.unpack_from(data, at)
         candidates = []
         for i in range(min(number, CANDIDATES)):
@@ -208,7 +220,7 @@ def _unpack(slot: int, data: bytes) -> Process:
             key=text, candidates=tuple(candidates), allocator=_figure(allocator), pager=_figure(pager),
             total=_figure(total),
             usage=DeviceUsage(resident=_figure(resident), cached=_figure(cached), fixed=_figure(fixed),
-                              scratch=_figure(scratch), claimed=_figure(claimed), committed=_figure(committed),
+                              scratch=_figure(scratch), committed=_figure(committed),
                               reclaimable=_figure(reclaimable), busy=busy, capturing=bool(capturing)))
         at += DEVICE_SIZE
     return Process(slot=slot, sequence=sequence, pid=pid, start=start, name=_read_text(name), address=_read_text(address),
@@ -299,6 +311,18 @@ class Ledger:
         """Seconds since the owner of `slot` has last said that what is there is so."""
         return max(0.0, time.monotonic() - self._words[(HEADER_SIZE + slot * SLOT_SIZE) // 8 + 6] / 1e9)
 
+    def claimed(self, slot: int, device: str) -> int:
+        """What the owner of `slot` claims on `device` now."""
+        words, digest = self._words, _digest(device)
+        first = (HEADER_SIZE + slot * SLOT_SIZE + SLOT_HEAD.size) // 8
+        for at in range(first, first + 2 * DEVICES, 2):
+            found = words[at]
+            if found == digest:
+                return words[at + 1]
+            if not found:
+                break
+        return 0
+
     def take(self, name: str, address: str = "", *, family: int = 0) -> Slot | None:
         """A slot for this process, with its name for people, where its endpoint listens, and which family it belongs to.
 
@@ -315,6 +339,7 @@ class Ledger:
                 sequence = words[at] + 1 | 1
                 words[at] = sequence
                 _fence()
+                self._map[HEADER_SIZE + i * SLOT_SIZE + SLOT_HEAD.size:HEADER_SIZE + i * SLOT_SIZE + BODY] = bytes(BODY - SLOT_HEAD.size)
                 head = SLOT_HEAD.pack(sequence, pid, start, words[at + 3] + 1, 0, 0, time.monotonic_ns(), 0,
                                       *[UNKNOWN] * 5, family, 0, 0, _text(name, 64), _text(address, 192))
                 first = HEADER_SIZE + i * SLOT_SIZE
@@ -356,7 +381,7 @@ class Ledger:
                 _fence()
                 first = HEADER_SIZE + slot * SLOT_SIZE
                 count = min(words[at + 7], DEVICES)
-                data = self._map[first:first + SLOT_HEAD.size + count * DEVICE_SIZE]
+                data = self._map[first:first + BODY + count * DEVICE_SIZE]
                 _fence()
                 if words[at] == sequence:
                     seen = self._seen[slot] = _unpack(slot, data)
@@ -402,7 +427,6 @@ class Slot:
         self._pid, self._start = pid, start
         self._lock = threading.Lock()
         self._report = Report()
-        self._claims: dict[str, int] = {}
         self._busy = False
         self._capturing: set[str] = set()
         self._written: object = None
@@ -421,19 +445,20 @@ class Slot:
             self._publish()
 
     def claim(self, device: str, size: int) -> None:
-        """Write what this process has been admitted for on `device` and has not allocated yet; 0 ends it."""
-        with self._lock:
-            if self._claims.get(device, 0) == size:
-                return
-            if size > 0:
-                self._claims[device] = size
-            else:
-                del self._claims[device]
-            self._publish()
+        """Write what this process has been admitted for on `device` and has not allocated yet; 0 ends it.
 
-    def claimed(self, device: str) -> int:
-        """What :meth:`claim` has written last."""
-        return self._claims.get(device, 0)
+        Raises ValueError for a seventeenth device.
+        """
+        words, digest = self._ledger._words, _digest(device)
+        first = self._at + SLOT_HEAD.size // 8
+        with self._lock:
+            for at in range(first, first + 2 * DEVICES, 2):
+                if words[at] in (0, digest):
+                    words[at + 1] = _word(size)
+                    _fence()
+                    words[at] = digest
+                    return
+        raise ValueError(f"a process can claim on {DEVICES} devices")
 
     def busy(self, busy: bool, *, prompt: bool = False) -> None:
         """Write whether a prompt runs; `prompt` counts one more."""
@@ -465,15 +490,13 @@ class Slot:
     def _publish(self) -> None:
         devices: Sequence[DeviceReport] = self._report.devices
         listed = {d.key for d in devices}
-        more = [DeviceReport(key=key, usage=DeviceUsage(resident=0)) for key in self._claims.keys() | self._capturing
-                if key not in listed]
+        more = [DeviceReport(key=key, usage=DeviceUsage(resident=0)) for key in self._capturing - listed]
         if len(devices) + len(more) > DEVICES:
             raise ValueError(f"a process can list {DEVICES} devices, not {len(devices) + len(more)}")
         ram = self._report.ram
         body = struct.pack("<6Q", len(devices) + len(more), *map(_word, (
             ram.resident, ram.pinned, ram.registered, ram.backups, ram.outputs)))
-        table = b"".join(_pack_device(d, self._claims.get(d.key, 0), d.key in self._capturing)
-                         for d in (*devices, *more))
+        table = b"".join(_pack_device(d, d.key in self._capturing) for d in (*devices, *more))
         # RAM changes all the time; a few megabytes are not worth that every reader parses the slot again.
         written = table, body[:8], [None if f is None else f >> 24 for f in (ram.resident, ram.pinned, ram.registered, ram.backups,
                                                                             ram.outputs)]
@@ -490,6 +513,6 @@ class Slot:
         _fence()
         self._ledger._map[first + offset:first + offset + len(data)] = data
         if table:
-            self._ledger._map[first + SLOT_HEAD.size:first + SLOT_HEAD.size + len(table)] = table
+            self._ledger._map[first + BODY:first + BODY + len(table)] = table
         _fence()
         words[at] = sequence + 1

@@ -68,7 +68,7 @@ class PeerProcess(ProcessMemoryProvider):
         self._capture, self._tell = capture, tell
         self._lock = threading.Lock()
         self._client: Client | None = None
-        self._aged: dict[str, tuple[DeviceUsage, DeviceUsage, float]] = {}
+        self._last: dict[str, tuple[DeviceUsage, DeviceUsage, float]] = {}
         self._silent_until = 0.0
         self._silences = 0
         self._complained = False
@@ -91,15 +91,14 @@ class PeerProcess(ProcessMemoryProvider):
         if process is None:
             return HELD_BY_THE_DEAD
         report = process.devices.get(device)
-        if report is None:
-            return HELD[process.busy] if process.settled else UNKNOWN
-        written = report.usage
+        written = report.usage if report is not None else HELD[process.busy] if process.settled else UNKNOWN
+        claimed = self._ledger.claimed(self.slot, device)
         now = time.monotonic()
-        aged = self._aged.get(device)
-        if aged is None or aged[0] is not written or now - aged[2] > REFRESH:
-            usage = dataclasses.replace(written, age=self._ledger.age(self.slot))
-            aged = self._aged[device] = (written, usage, now)
-        return aged[1] if process.settled else dataclasses.replace(aged[1], busy=True)
+        last = self._last.get(device)
+        if last is None or last[0] is not written or now - last[2] > REFRESH or last[1].claimed != claimed:
+            usage = dataclasses.replace(written, age=self._ledger.age(self.slot), claimed=claimed)
+            last = self._last[device] = (written, usage, now)
+        return last[1] if process.settled else dataclasses.replace(last[1], busy=True)
 
     def candidates(self, device: str) -> Sequence[Candidate]:
         process = self.process()

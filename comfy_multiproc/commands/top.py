@@ -61,20 +61,21 @@ def look() -> list[dict[str, Any]]:
     """Every process as plain data. Raises LedgerError."""
     ledger = Ledger(create=False)
     try:
-        return [row(process, ledger.age(process.slot)) for process in ledger.processes(exact=True)]
+        return [row(process, ledger) for process in ledger.processes(exact=True)]
     finally:
         ledger.close()
 
 
-def row(process: Process, age: float) -> dict[str, Any]:
+def row(process: Process, ledger: Ledger) -> dict[str, Any]:
     """One process as plain data."""
+    age = ledger.age(process.slot)
     return {
         "pid": process.pid, "name": process.name, "age": age, "prompts": process.prompts,
         "state": "silent" if age > SILENT else "busy" if process.busy else "idle",
         "ram": process.ram.resident, "pinned": process.ram.pinned,
         "devices": [{
             "device": key, "total": report.total, "weights": report.usage.resident, "cached": report.usage.cached,
-            "scratch": report.usage.scratch, "claimed": report.usage.claimed, "reclaimable": report.usage.reclaimable,
+            "scratch": report.usage.scratch, "claimed": ledger.claimed(process.slot, key), "reclaimable": report.usage.reclaimable,
             "committed": report.usage.committed, "allocator": report.allocator, "pager": report.pager,
             "capturing": report.usage.capturing,
             "models": [{"name": c.name, "resident": c.resident, "size": c.size, "in_use": c.in_use, "kind": c.kind.value}

@@ -148,8 +148,7 @@ class Manager(types.ModuleType):
             self.between()
         self._free_memory(needed[DEVICE] + memory_required, DEVICE)
         for m in to_load:
-            budget = max(0, self.get_free_memory(DEVICE) - memory_required)
-            budget = 0 if budget >= m.model_offloaded_memory() else budget or 0.1
+            budget = max(0, self.get_free_memory(DEVICE) - memory_required) or 0.1
             m.model_load(process_memory.budget(m, budget))
             self.current_loaded_models.insert(0, m)
             process_memory.loaded()

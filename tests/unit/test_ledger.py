@@ -13,8 +13,8 @@ import pytest
 
 from comfy.process_memory.provider import Candidate, DeviceUsage, Kind, RamUsage
 from comfy_multiproc import ledger as ledgers
-from comfy_multiproc.ledger import (CANDIDATES, DEVICES, FILE_SIZE, HEADER, HEADER_SIZE, SLOT_HEAD, SLOT_SIZE, SLOTS, DeviceReport,
-                                    Ledger, LedgerError, Report, runtime_folder)
+from comfy_multiproc.ledger import (BODY, CANDIDATES, DEVICES, FILE_SIZE, HEADER, HEADER_SIZE, SLOT_SIZE, SLOTS, DeviceReport, Ledger,
+                                    LedgerError, Report, runtime_folder)
 from comfy_multiproc.liveness import process_start
 
 from tests.unit.processes import children
@@ -50,7 +50,7 @@ def child_holds(pipe, folder, resident):
         elif order == "half":
             # The state in which SIGKILL or SIGSTOP in the middle of a writing leaves the slot.
             ledger._words[slot._at] |= 1
-            ledger._words[slot._at + SLOT_HEAD.size // 8 + 8] = 12345
+            ledger._words[slot._at + BODY // 8 + 8] = 12345
         elif order == "whole":
             ledger._words[slot._at] += 1
         elif order == "lock":
@@ -77,12 +77,11 @@ def test_what_one_process_writes_is_what_another_reads(tmp_path):
         read = process.devices["cuda:1"]
         assert read.candidates == written.candidates
         assert (read.usage.resident, read.usage.cached, read.usage.fixed) == (77 * MB, None, None), "unknown stays unknown"
-        assert (read.usage.committed, read.usage.claimed, read.usage.busy) == (154 * MB, 0, False)
+        assert (read.usage.committed, ledger.claimed(process.slot, "cuda:1"), read.usage.busy) == (154 * MB, 0, False)
         assert (read.allocator, read.pager, read.total) == (77 * MB + 7, 3, 1000 * MB)
         assert (process.ram.resident, process.ram.pinned, process.ram.backups) == (5 * MB, MB, None)
         child.call("claim")
-        [process] = ledger.processes()
-        assert process.devices["cuda:1"].usage.claimed == 9 * MB
+        assert ledger.claimed(process.slot, "cuda:1") == 9 * MB
         ledger.close()
 
 
@@ -93,15 +92,21 @@ def test_flags_and_claims_of_a_device_that_nothing_is_on(ledger):
     slot.capture("cuda:3", True)
     process = ledger.read(slot.index)
     assert process.busy and process.prompts == 1
-    assert process.devices["cuda:2"].usage.claimed == 5 and process.devices["cuda:2"].usage.resident == 0
-    assert process.devices["cuda:3"].usage.capturing and not process.devices["cuda:2"].usage.capturing
+    assert process.devices["cuda:3"].usage.capturing and process.devices["cuda:3"].usage.resident == 0
+    assert ledger.claimed(slot.index, "cuda:2") == 5 and ledger.claimed(slot.index, "cuda:3") == 0
+    slot.claim("cuda:4", 6)
     slot.publish(a_report(key="cuda:2"))
-    assert ledger.read(slot.index).devices["cuda:2"].usage.claimed == 5, "a report does not end a claim"
+    assert ledger.claimed(slot.index, "cuda:2") == 5, "a report does not end a claim"
     slot.claim("cuda:2", 0)
     slot.capture("cuda:3", False)
     slot.busy(False)
     process = ledger.read(slot.index)
-    assert not process.busy and process.devices.keys() == {"cuda:2"} and process.devices["cuda:2"].usage.claimed == 0
+    assert not process.busy and process.devices.keys() == {"cuda:2"}
+    assert (ledger.claimed(slot.index, "cuda:2"), ledger.claimed(slot.index, "cuda:4")) == (0, 6)
+    for n in range(DEVICES - 2):
+        slot.claim(f"more:{n}", 1)
+    with pytest.raises(ValueError, match="16 devices"):
+        slot.claim("one too many", 1)
 
 
 def test_long_names_odd_characters_and_too_many_candidates(ledger):
@@ -162,7 +167,7 @@ def test_killed_at_any_point_it_is_gone_and_its_slot_is_used_again(ledger, tmp_p
         slot.publish(a_report(resident=3))
         process = ledger.read(index)
         assert process.name == "next" and process.settled and process.devices["cuda:1"].usage.resident == 3
-        assert process.devices["cuda:1"].usage.claimed == 0
+        assert ledger.claimed(index, "cuda:1") == 0
 
 
 def test_gone_without_looking_exactly_within_a_moment(ledger, tmp_path):
@@ -211,8 +216,10 @@ def test_stopped_in_the_middle_of_writing_its_last_word_counts_as_busy(ledger, t
         child.hear()
         [before] = ledger.processes()
         child.call("half")
+        child.call("claim")
         child.stop()
         [process] = ledger.processes()
+        assert ledger.claimed(process.slot, "cuda:1") == 9 * MB, "a claim is never read from yesterday"
         assert not process.settled and process.busy
         assert process.devices["cuda:1"].usage.resident == before.devices["cuda:1"].usage.resident
         # Whoever has never read it knows that somebody is there, and nothing else.
@@ -390,13 +397,16 @@ def test_a_reader_never_sees_half_of_a_writing(tmp_path):
 def test_the_layout_is_the_one_that_is_written_down(ledger):
     slot = ledger.take("name", "unix:/address")
     slot.publish(a_report())
+    slot.claim("cuda:1", 7)
     raw = ledger.path.read_bytes()
     assert HEADER.unpack_from(raw)[1] == 1 and len(raw) == FILE_SIZE == 4096 + 64 * SLOT_SIZE
     at = 4096 + slot.index * SLOT_SIZE
     words = struct.unpack_from("<16Q", raw, at)
     assert words[0] % 2 == 0 and words[1] == os.getpid() and words[7] == 1 and words[8] == 5 * MB and words[10] == 2**64 - 1
     assert raw[at + 128:].startswith(b"name\0") and raw[at + 192:].startswith(b"unix:/address\0")
-    device = at + 384
+    claims = at + 384
+    assert struct.unpack_from("<4Q", raw, claims)[1:3] == (7, 0)
+    device = claims + 256
     assert raw[device:].startswith(b"cuda:1\0")
     figures = struct.unpack_from("<16Q", raw, device + 64)
     assert figures[0] == 100 * MB and figures[1] == 2**64 - 1 and figures[5] == 200 * MB and figures[9] == 2
