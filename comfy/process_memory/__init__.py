@@ -16,14 +16,16 @@ from .registry import register as register_process_memory_provider
 from .registry import serving
 from .registry import unregister as unregister_process_memory_provider
 from .report import processes, with_processes
+from .retry import noisy_oom_site, oom_site, room_given, start_again
 from .unloading import everywhere, release_caches
 
 __all__ = [
     "API_VERSION", "Candidate", "DEADLINE", "DeviceUsage", "Kind", "Outcome", "ProcessMemoryProvider", "RamUsage",
     "Reason", "Receipt", "ReleaseRequest", "admit", "admitting", "asked", "budget", "candidates", "changed", "claims",
     "devices", "everywhere", "for_file", "free", "gates", "loaded", "make_room", "node_ended", "node_started",
-    "on_change", "processes", "register_process_memory_provider", "registry", "release_caches", "rest", "serving",
-    "settled_dtype", "shared_card", "unregister_process_memory_provider", "with_processes",
+    "noisy_oom_site", "on_change", "oom_site", "processes", "register_process_memory_provider", "registry",
+    "release_caches", "rest", "room_given", "serving", "settled_dtype", "shared_card", "start_again",
+    "unregister_process_memory_provider", "with_processes",
 ]
 
 on_change: Callable[[], None] | None = None
