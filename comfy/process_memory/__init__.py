@@ -5,7 +5,7 @@ what ComfyUI's own code calls at its decisions. With no provider registered each
 """
 from collections.abc import Callable
 
-from . import claims, devices, gates, registry
+from . import claims, devices, gates, moments, registry
 from .admission import admit, admitting, budget, loaded, node_ended, node_started
 from .gates import for_file, settled_dtype, shared_card
 from .ladder import asked, candidates, make_room, rest
@@ -22,7 +22,7 @@ from .unloading import everywhere, release_caches
 __all__ = [
     "API_VERSION", "Candidate", "DEADLINE", "DeviceUsage", "Kind", "Outcome", "ProcessMemoryProvider", "RamUsage",
     "Reason", "Receipt", "ReleaseRequest", "admit", "admitting", "asked", "budget", "candidates", "changed", "claims",
-    "devices", "everywhere", "for_file", "free", "gates", "loaded", "make_room", "node_ended", "node_started",
+    "devices", "everywhere", "for_file", "free", "gates", "loaded", "make_room", "moments", "node_ended", "node_started",
     "noisy_oom_site", "on_change", "oom_site", "processes", "register_process_memory_provider", "registry",
     "release_caches", "rest", "room_given", "serving", "settled_dtype", "shared_card", "start_again",
     "unregister_process_memory_provider", "with_processes",
