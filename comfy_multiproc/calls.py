@@ -110,7 +110,7 @@ class Calls:
 
     def call(self, node: Any, method: str, inputs: dict[str, Any]) -> Any:
         """A direct call of an isolated node's method, by another node: waits for the result."""
-        cls = node if isinstance(node, type) else type(node)
+        cls: Any = node if isinstance(node, type) else type(node)
         station = self._of_pack(cls.isolated_pack.pack)
         instance = None if node is cls else self._tokens.of(node, station.drop)
         call = described(Call(cls.isolated_id, method, instance, executes=method == getattr(cls, "FUNCTION", None)), 0)
@@ -304,7 +304,7 @@ def passes_on(cls: type, name: str) -> bool:
     """Whether the node takes anything for that input, so that it can do no more with an object than pass it on."""
     try:
         from comfy_execution.graph import get_input_info
-        kind = get_input_info(cls, name)[0]     # type: ignore[arg-type]
+        kind = get_input_info(cls, name)[0]
     except Exception:
         return False
     return kind is None or (isinstance(kind, str) and (str(kind) in ANYTHING or not kind != "comfy_multiproc"))

@@ -19,7 +19,6 @@ from .interface import encode
 
 METHODS = ("IS_CHANGED", "VALIDATE_INPUTS", "check_lazy_status")
 METHODS_V3 = ("fingerprint_inputs", "validate_inputs", "check_lazy_status")
-TRACEBACK = 4000
 
 
 def load(path: Path, module_parent: str = "custom_nodes") -> dict[str, Any]:
@@ -34,7 +33,7 @@ def load(path: Path, module_parent: str = "custom_nodes") -> dict[str, Any]:
         if isinstance(error, KeyboardInterrupt):
             raise
         logging.warning("Cannot import %s: %s\n%s", path, error, traceback.format_exc())
-        return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()[-TRACEBACK:]}
+        return {"error": f"{type(error).__name__}: {error}"}
     # A pack may also have put its classes there by itself.
     direct = {name: cls for name, cls in nodes.NODE_CLASS_MAPPINGS.items() if name not in mappings and name not in classes}
     replaced = [f"node {name} was replaced" for name, cls in mappings.items() if nodes.NODE_CLASS_MAPPINGS.get(name, cls) is not cls]

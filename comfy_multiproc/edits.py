@@ -43,7 +43,7 @@ def core_modules() -> list[tuple[str, types.ModuleType]]:
 
 
 def things_of(name: str, module: types.ModuleType) -> list[tuple[str, Any]]:
-    things = []
+    things: list[tuple[str, Any]] = []
     for attribute, value in list(vars(module).items()):
         if (name, attribute) in CARRIED or attribute.startswith("__"):
             continue

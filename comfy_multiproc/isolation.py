@@ -32,6 +32,7 @@ class Isolation:
         from .station import PackStation
         self.packs = {os.path.abspath(pack.path): pack for pack in packs}
         self.hosted: dict[str, str] = {}        # name of a pack that could not be isolated -> why
+        self.failed: dict[str, str] = {}        # name of a pack that could not be imported -> why
         self._stations: dict[str, PackStation] = {}
         self._registered: set[str] = set()
         self._asked = time.monotonic()
@@ -108,7 +109,9 @@ class Isolation:
             text = str(error) or f"{type(error).__name__}: its worker did not start within {START:g} s"
             return self._refuse(pack, text, station)
         if "error" in description:
-            raise ImportError(f"{description['error']}\n{description.get('traceback', '')}")
+            self.failed[pack.name] = description["error"]
+            self._leave(pack, station)
+            raise ImportError(f"in worker {station.name}: {description['error']}")
         if description["edits"]:
             return self._refuse(pack, f"it changes ComfyUI itself, which only helps in the host: {'; '.join(description['edits'])}", station)
         try:
@@ -119,16 +122,20 @@ class Isolation:
         self._register(station, said)
         return module
 
-    def _refuse(self, pack: Pack, reason: str | None = None, station: Any = None) -> None:
+    def _refuse(self, pack: Pack, reason: str | None = None, station: Any = None) -> ModuleType | None:
         if reason is not None:
             self._give_up(pack, reason)
             if station is not None:
-                station.without(pack)
-                if not station.packs:
-                    del self._stations[station.name]
+                self._leave(pack, station)
         if pack.config.fallback == "refuse":
             raise ImportError(f"pack {pack.name} is not loaded: it cannot be isolated, and its pyproject.toml says fallback = \"refuse\". "
                               f"Reason: {self.hosted.get(pack.name, 'unknown')}")
+        return None
+
+    def _leave(self, pack: Pack, station: Any) -> None:
+        station.without(pack)
+        if not station.packs:
+            del self._stations[station.name]
 
     def _give_up(self, pack: Pack, reason: str) -> None:
         self.hosted[pack.name] = reason
@@ -173,7 +180,9 @@ class Isolation:
         """For every pack where it runs and why, in words."""
         lines = []
         for pack in self.packs.values():
-            if pack.name in self.hosted:
+            if pack.name in self.failed:
+                where, why = "nowhere", self.failed[pack.name]
+            elif pack.name in self.hosted:
                 where, why = ("nowhere" if pack.config.fallback == "refuse" else "host"), self.hosted[pack.name]
             elif pack.isolated:
                 station = self.station_of(pack.name)
@@ -187,8 +196,8 @@ class Isolation:
         """The same for programs."""
         report = []
         for pack in self.packs.values():
-            entry: dict[str, Any] = {"name": pack.name, "isolated": pack.isolated and pack.name not in self.hosted,
-                                     "reason": self.hosted.get(pack.name, pack.reason)}
+            out = self.failed.get(pack.name) or self.hosted.get(pack.name)
+            entry: dict[str, Any] = {"name": pack.name, "isolated": pack.isolated and not out, "reason": out or pack.reason}
             if entry["isolated"]:
                 worker = self.station_of(pack.name).worker
                 entry.update(worker=worker.name, pid=worker.pid, state=worker.state.value, starts=worker.starts)

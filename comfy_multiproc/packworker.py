@@ -1,24 +1,17 @@
-"""A worker's own side of running packs: what it loads, and what it does for the host."""
+"""How a worker that runs packs starts: what `worker` calls, at its moments. Imports nothing early, for torch has to come late."""
 
 from __future__ import annotations
 
-import base64
-import logging
-import os
-import socket
-import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from . import describe, nodecall, progress, standin
-from .handles import HandleTable
-from .link import Request
-from .nodecall import Call, Nodes
-from .shared import SharedPool
-from .values import Codec
-from .worker import Context
+from . import describe
 
-QUEUE_SECONDS = 30.0
+if TYPE_CHECKING:
+    from .nodeserver import NodeServer
+    from .worker import Context
+
+_server: NodeServer | None = None
 
 
 def prestartup(context: Context) -> None:
@@ -27,123 +20,15 @@ def prestartup(context: Context) -> None:
         describe.prestart(Path(pack["path"]))
 
 
+def before_nodes(context: Context) -> None:
+    """Be where core nodes look for the server. After torch, before any node."""
+    global _server
+    from .nodeserver import NodeServer
+    _server = NodeServer(context)
+    _server.install()
+
+
 def load(context: Context) -> dict[str, Any]:
     """Load the packs and be ready for calls; gives what the host needs to know of them, as JSON."""
-    return PackWorker(context).load()
-
-
-class PackWorker:
-    """What a worker does for its packs' nodes."""
-
-    def __init__(self, context: Context):
-        self._context = context
-        self._link = link = context.link
-        process = f"{context.name}-{os.getpid()}-{context.state['token']}"
-        handles = HandleTable(process, drop=lambda value: context._soon(_let_go, value))
-        self.codec = Codec(handles, SharedPool(), lambda notice: link.notify("values", notice), private=True)
-        self.nodes = Nodes()
-        self.service = standin.Service()
-        self.server = standin.ServerStandIn(self.service, self.tell, self.ask)
-        self._classes: dict[str, list[str]] = {}
-        context.on_execution("node", self._node)
-        context.on_execution("prompt_end", lambda r: self.nodes.end_prompt(r.body))
-        context.on_reset(self.nodes.drop_all)
-        link.on("values", lambda r: self.codec.receive(r.body))
-        link.on("drop", lambda r: self.nodes.drop(r.body))
-        link.on("forget", lambda r: self.nodes.forget(r.body))
-        for kind, function in (("ask", self._ask), ("inputs", self._inputs), ("on_prompt", self._on_prompt), ("http", self._http)):
-            link.on(kind, lambda r, f=function: self.service.submit(_answer(r, f)))
-
-    def load(self) -> dict[str, Any]:
-        standin.install(self.server)
-        progress.Reporter(self.tell).install()
-        packs = {}
-        for pack in self._context.state["packs"]:
-            description = packs[pack["name"]] = describe.load(Path(pack["path"]))
-            self._classes[pack["name"]] = [data["id"] for data in description.get("classes", ())]
-        routes = self.server.announced()
-        ready = threading.Event()
-
-        async def serve() -> None:
-            try:
-                await self.server.serve()
-            finally:
-                ready.set()
-        self.service.submit(serve())
-        ready.wait(10)
-        return {"packs": packs, "routes": routes, "prompt_handlers": len(self.server.on_prompt_handlers),
-                "replacements": self.server.node_replace_manager.registered}
-
-    # to the host
-
-    def tell(self, kind: str, value: Any) -> None:
-        """Send without an answer. Any thread. Raises LinkClosed, which is a ConnectionError."""
-        packet = self.codec.encode(value)
-        self._link.notify(kind, packet.body, packet.fds)
-
-    def ask(self, kind: str, value: Any) -> Any:
-        """Ask and wait, at most `QUEUE_SECONDS`. Any thread."""
-        packet = self.codec.encode(value)
-        future = self._link.request(kind, packet.body, packet.fds, timeout=QUEUE_SECONDS, within=self._context.serving())
-        on_execution = threading.current_thread() is threading.main_thread() and self._context.serving() is not None
-        answer = self._context.wait(future) if on_execution else future.result()
-        return self.codec.decode(answer.body, answer.take_fds())
-
-    # for the host
-
-    def _node(self, request: Request) -> Any:
-        call = Call.of(request.body["call"])
-        values = self.codec.decode(request.body["values"], request.take_fds())
-        self.server.client_id, self.server.last_prompt_id, self.server.last_node_id = call.client, call.prompt, call.id
-        request.on_cancel = lambda: self._context.interrupt(request.prompt)
-        work = self._run(request, call, values)
-        if self.nodes.suspends(call, values):
-            return work
-        # It runs to its end without the event loop's help, so it does not wait for its turn there.
-        try:
-            work.send(None)
-        except StopIteration:
-            return None
-        raise RuntimeError(f"{call.node}.{call.method} waits for something, although it is no coroutine function")
-
-    async def _run(self, request: Request, call: Call, values: dict[str, Any]) -> None:
-        packet = self.codec.encode(await self.nodes.run(call, values))
-        try:
-            request.reply(packet.body, packet.fds)
-        except BaseException:
-            packet.cancel()
-            raise
-
-    async def _ask(self, request: Request) -> None:
-        call = Call.of(request.body["call"])
-        values = self.codec.decode(request.body["values"], request.take_fds())
-        packet = self.codec.encode(await self.nodes.ask(call, values))
-        request.reply(packet.body, packet.fds)
-
-    async def _inputs(self, request: Request) -> None:
-        import nodes
-        types = describe.known_types(nodes)
-        request.reply({name: describe.input_types(nodecall.class_of(name), types) for name in self._classes.get(request.body, ())})
-
-    async def _on_prompt(self, request: Request) -> None:
-        request.reply(self.server.trigger_on_prompt(request.body))
-
-    async def _http(self, request: Request) -> None:
-        if request.fds:
-            sock = socket.socket(fileno=request.take_fds()[0])
-        else:
-            sock = socket.fromshare(base64.b64decode(request.body["share"]))     # type: ignore[attr-defined, unused-ignore]
-        await self.server.connect(sock)
-        request.reply()
-
-
-async def _answer(request: Request, function: Any) -> None:
-    try:
-        await function(request)
-    except BaseException as error:
-        logging.debug("could not answer %s", request.kind, exc_info=True)
-        request.fail(error)
-
-
-def _let_go(value: object) -> None:
-    """The last reference to an object that only the host had: it ends here, on the execution thread."""
+    assert _server is not None
+    return _server.load()

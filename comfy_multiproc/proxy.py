@@ -162,7 +162,7 @@ def base_v3() -> type:
 
             @classmethod
             def define_schema(cls) -> Any:
-                return io.Schema(node_id=cls.isolated_id, display_name=cls.display_name)     # type: ignore[attr-defined]
+                return io.Schema(node_id=cls.isolated_id, display_name=cls.display_name)
 
             @classmethod
             def GET_SCHEMA(cls) -> Any:

@@ -103,9 +103,15 @@ class ServerStandIn:
 
     # what the packs have registered, and serving it
 
+    def forget_registered(self) -> None:
+        """What has been registered until now is not the packs'."""
+        self.routes = web.RouteTableDef()
+        self.on_prompt_handlers.clear()
+        self.node_replace_manager.registered.clear()
+
     def announced(self) -> list[dict[str, Any]]:
         """Every route that the host has to forward, as JSON; the ones with ``app`` have no twin under /api."""
-        found = [{"method": route.method, "path": route.path} for route in self.routes if isinstance(route, web.RouteDef)]
+        found: list[dict[str, Any]] = [{"method": route.method, "path": route.path} for route in self.routes if isinstance(route, web.RouteDef)]
         found += [{"method": "GET", "path": f"{route.prefix.rstrip('/')}/{{path:.*}}", "app": True}
                   for route in self.routes if isinstance(route, web.StaticDef)]
         for resource in self.app.router.resources():

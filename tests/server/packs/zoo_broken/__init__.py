@@ -1,0 +1,3 @@
+"""A pack that cannot be imported."""
+
+raise ImportError("zoo_broken needs a package that nobody has")
