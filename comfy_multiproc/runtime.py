@@ -5,6 +5,7 @@ up, and nothing is left to be cleaned up when the process is killed.
 """
 from __future__ import annotations
 
+import asyncio
 import atexit
 import logging
 import math
@@ -51,9 +52,12 @@ class Runtime:
         self._interrupt = interrupt
         self._executor: Any = None
         self._sleeping: ExitStack | None = None
+        self._always = ExitStack()
         self._busy = False
         self._loaded = False            # whether the running prompt has loaded anything
         self._wake: Callable[[], None] = lambda: None
+        self._loop: asyncio.AbstractEventLoop | None = None     # of the running prompt
+        self._called = False                                    # whether it has a call of ours to come
         self._dirty = False
         self._captures: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -114,9 +118,11 @@ class Runtime:
                 finally:
                     not_empty.release()
         self._wake = wake
+        self._always.enter_context(self.inbox.waking(self._wake_loop))
         self.changed()
 
     def idle(self) -> None:
+        self._loop = None
         self._set_busy(False)
         self._serve(Moment.IDLE)
         if self._sleeping is None:
@@ -134,6 +140,7 @@ class Runtime:
 
     def before_node(self) -> None:
         self._serve(Moment.BOUNDARY)
+        self._serve_while_awaiting()
 
     def after_node(self) -> None:
         self.changed()
@@ -176,6 +183,29 @@ class Runtime:
         finally:
             self.inbox.opened()
             self._count_capture(device, -1)
+
+    def _serve_while_awaiting(self) -> None:
+        """A prompt that awaits something lets its event loop run: requests are served there, as inside a node."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        if loop is not self._loop:
+            self._loop = loop
+            self._called = False
+
+    def _wake_loop(self) -> None:
+        loop = self._loop
+        if loop is not None and not self._called:
+            self._called = True
+            try:
+                loop.call_soon_threadsafe(self._in_loop)
+            except RuntimeError:
+                pass    # the prompt has just ended, and its loop with it
+
+    def _in_loop(self) -> None:
+        self._called = False
+        self._serve(Moment.STEP)
 
     def _count_capture(self, device: str, by: int) -> None:
         with self._lock:
@@ -340,6 +370,12 @@ def start(name: str | None = None, **options: Any) -> Runtime | None:
     atexit.register(stop)
     logging.info("Process memory: this is %s; %d other processes", current.name, len(list(current.peers)))
     return current
+
+
+def start_server(args: Any) -> None:
+    """Start it in a server with these command line arguments, unless they say not to."""
+    if not args.disable_process_memory:
+        start(args.process_memory_name or f"ComfyUI on port {args.port}", patience=max(0.0, args.process_memory_patience))
 
 
 def stop() -> None:
