@@ -83,6 +83,7 @@ class _Run:
         self.token = secrets.token_hex(8)
         self.ready: Future[Message] = Future()
         self.process: BaseProcess | None = None
+        self.pid: int | None = None
         self.link: Link = None  # type: ignore[assignment]
         self.log: logs.WorkerLog | None = None
         self.calls: dict[int, _Call] = {}
@@ -90,10 +91,6 @@ class _Run:
         self.trimmed = False
         self.stopping = False
         self.over = threading.Event()
-
-    @property
-    def pid(self) -> int | None:
-        return None if self.process is None else self.process.pid
 
 
 class Worker:
@@ -251,8 +248,9 @@ class Worker:
         finally:
             theirs.close()
             os.close(write)
+        run.pid = run.process.pid
         run.log = logs.WorkerLog(read, self.name)
-        guard.watch(run.process.pid or 0, run.token, spec.keep_processes)
+        guard.watch(run.pid or 0, run.token, spec.keep_processes)
         for kind, handler in self._handlers.items():
             run.link.on(kind, handler)
         run.link.on("ready", lambda r: self._ready(run, Message("ready", r.body, r.take_fds())))
@@ -276,10 +274,12 @@ class Worker:
         process = run.process
         assert process is not None
         code = spawning.wait(process, 0.5 if not run.stopping else self.spec.grace)
-        spawning.end_tree(process.pid or 0, run.token, keep=self.spec.keep_processes)
+        spawning.end_tree(run.pid or 0, run.token, keep=self.spec.keep_processes)
         killed = code is None
         if killed:
             code = spawning.wait(process, GRACE)
+        if code is not None:
+            process.close()
         guard.forget(run.token)
         if run.log is not None:
             run.log.settle(0.5)

@@ -5,6 +5,7 @@ counted, because a full pipe would stop the node that prints.
 """
 from __future__ import annotations
 
+import io
 import logging
 import os
 import queue
@@ -135,16 +136,35 @@ def pipe() -> tuple[int, int]:
     return read, write
 
 
+class Output(io.TextIOWrapper):
+    """Standard output or error of a worker: writing never fails, and closing does nothing."""
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except (OSError, ValueError):
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except (OSError, ValueError):
+            pass
+
+    def close(self) -> None:
+        self.flush()
+
+
 def take_over(fd: int, level: int) -> None:
     """The worker's side: send everything that this process writes into `fd`, and log at `level` and above.
 
-    Works where the host has no standard output, and whatever the locale: a print never fails for a letter.
+    Works where the host has no standard output, and whatever the locale: a print never fails for a letter, nor because
+    something has closed the descriptors 1 and 2.
     """
     os.dup2(fd, 1)
     os.dup2(fd, 2)
-    os.close(fd)
-    for name, number in (("stdout", 1), ("stderr", 2)):
-        stream = open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    for name in ("stdout", "stderr"):
+        stream = Output(open(fd, "wb", closefd=False), encoding="utf-8", errors="backslashreplace", line_buffering=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     handler = logging.StreamHandler(sys.stderr)

@@ -5,6 +5,7 @@ have left it, and settles the start method of the whole process on the way. Ours
 """
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import multiprocessing.process
 import multiprocessing.reduction
@@ -46,6 +47,8 @@ def start(target: Callable[..., None], args: Sequence[Any], *, name: str, path: 
     besides those of this process, None for one that it does not get; they are there before its libraries are loaded.
     Raises OSError when it cannot be started.
     """
+    if python is not None and not os.access(python, os.X_OK):
+        raise FileNotFoundError(errno.ENOENT, f"{name} cannot be started: there is no Python that can be run", os.fspath(python))
     if os.name == "posix":
         # Started along with the process otherwise, with that one's environment.
         multiprocessing.resource_tracker.ensure_running()

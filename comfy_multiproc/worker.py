@@ -26,6 +26,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from . import boot, failures, logs, spawning
@@ -53,13 +54,13 @@ class Context:
         self.state = state
         self.link = link
         self._loop = asyncio.new_event_loop()
-        self._queue: queue.SimpleQueue[Request | Callable[[], None]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Request | Callable[[], Any]] = queue.SimpleQueue()
         self._jobs: dict[str, Job] = {}
         self._running: dict[int, Request] = {}      # by the order in which they began
         self._number = 0
         self._cancelled: OrderedDict[str, None] = OrderedDict()
         self._resets: list[Callable[[], None]] = []
-        self._nested: list[tuple[int, queue.SimpleQueue[Request | None]]] = []
+        self._nested: list[tuple[int, queue.SimpleQueue[Any]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._in_loop = False
         self._stopping = False
@@ -85,11 +86,10 @@ class Context:
         """On the execution thread: wait for the answer to a request of this worker. Meanwhile memory is given back to other
         processes, and what the host asks for in order to answer is done. Raises what the future holds, and TimeoutError."""
         from comfy.process_memory import moments
-        inbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         number = getattr(future, "link_id", 0)
         until = None if timeout is None else time.monotonic() + timeout
-        with self._lock:
-            self._nested.append((number, inbox))
+        self._take_nested(number, inbox)
         future.add_done_callback(lambda _: inbox.put(None))
         try:
             while not future.done():
@@ -141,10 +141,13 @@ class Context:
         if management is not None and hasattr(management, "interrupt_current_processing"):
             management.interrupt_current_processing(value)
 
-    def soon(self, function: Callable[[], None]) -> None:
-        """Have `function` called on the execution thread between two jobs. Any thread."""
-        self._queue.put(function)
+    def soon(self, function: Callable[..., Any], *args: Any) -> None:
+        """Have ``function(*args)`` called on the execution thread between two jobs. Any thread."""
+        with self._lock:
+            self._queue.put(partial(function, *args) if args else function)
         self._call_loop()
+
+    _soon = soon
 
     def stop(self) -> None:
         """Let `run` return after the job that runs now. Any thread."""
@@ -160,15 +163,23 @@ class Context:
                 pass    # it has been closed: this process ends
 
     def _post(self, request: Request) -> None:
-        # A request that the host makes in order to answer ours cannot wait until ours is answered.
-        if self._nested and request.within is not None:
-            with self._lock:
-                inbox = next((i for number, i in reversed(self._nested) if number == request.within), None)
-            if inbox is not None:
-                inbox.put(request)
-                return
-        self._queue.put(request)
-        self._call_loop()
+        with self._lock:
+            # A request that the host makes in order to answer ours cannot wait until ours is answered.
+            inbox = next((i for number, i in reversed(self._nested) if number == request.within), None) if self._nested else None
+            (inbox or self._queue).put(request)
+        if inbox is None:
+            self._call_loop()
+
+    def _take_nested(self, number: int, inbox: queue.SimpleQueue[Any]) -> None:
+        """Have what belongs to our request `number` put into `inbox`, also what was faster than we are."""
+        with self._lock:
+            self._nested.append((number, inbox))
+            for _ in range(self._queue.qsize()):
+                item = self._queue.get_nowait()
+                if isinstance(item, Request) and item.within == number:
+                    inbox.put(item)
+                else:
+                    self._queue.put(item)
 
     def _run(self, request: Request) -> None:
         number = self._begin(request)
@@ -248,9 +259,15 @@ class Context:
                 if isinstance(item, Request):
                     self._run(item)
                 elif item is not None:
-                    item()
+                    self._do(item)
 
-    def _next(self) -> Request | Callable[[], None] | None:
+    def _do(self, function: Callable[[], Any]) -> None:
+        try:
+            function()
+        except BaseException:
+            logging.exception("Worker %s: something that was to be done between two calls has failed", self.name)
+
+    def _next(self) -> Request | Callable[[], Any] | None:
         """What is to be done next, waited for; None: look again."""
         from comfy.process_memory import moments
         if self._tasks:
@@ -302,6 +319,7 @@ def main(text: str, sock: socket.socket, output: spawning.Inherited) -> None:
     """The whole life of the worker; called by `multiprocessing` in the spawned process."""
     global current
     spawning.own_session()
+    multiprocessing.set_start_method(None, force=True)     # packs find the system's own, as in the host
     state = json.loads(text)
     logs.take_over(output.take(), boot.log_level(state))
     watch_host(state)
@@ -342,6 +360,8 @@ def start(context: Context) -> Any:
     import comfy.utils  # noqa: F401  torch comes with it, as in the host
     import nodes
     boot.pager_after_torch(state)
+    if hasattr(entry, "before_nodes"):
+        entry.before_nodes(context)
     asyncio.run(nodes.init_extra_nodes(init_custom_nodes=False, init_api_nodes=not state["args"].get("disable_api_nodes")))
     boot.take_path()
     if state["share_memory"]:
