@@ -17,15 +17,17 @@ from .registry import serving
 from .registry import unregister as unregister_process_memory_provider
 from .report import processes, with_processes
 from .retry import noisy_oom_site, oom_site, room_given, start_again
+from .sizers import batch, ready, reclaimable, room_for, sizing, within
 from .unloading import everywhere, release_caches
 
 __all__ = [
     "API_VERSION", "Candidate", "DEADLINE", "DeviceUsage", "Kind", "Outcome", "ProcessMemoryProvider", "RamUsage",
-    "Reason", "Receipt", "ReleaseRequest", "admit", "admitting", "asked", "budget", "candidates", "changed", "claims",
-    "devices", "everywhere", "for_file", "free", "gates", "loaded", "make_room", "moments", "node_ended", "node_started",
-    "noisy_oom_site", "on_change", "oom_site", "processes", "register_process_memory_provider", "registry",
-    "release_caches", "rest", "room_given", "serving", "settled_dtype", "shared_card", "start_again",
-    "unregister_process_memory_provider", "with_processes",
+    "Reason", "Receipt", "ReleaseRequest", "admit", "admitting", "asked", "batch", "budget", "candidates", "changed",
+    "claims", "devices", "everywhere", "for_file", "free", "gates", "loaded", "make_room", "moments", "node_ended",
+    "node_started", "noisy_oom_site", "on_change", "oom_site", "processes", "ready", "reclaimable",
+    "register_process_memory_provider", "registry", "release_caches", "rest", "room_for", "room_given", "serving",
+    "settled_dtype", "shared_card", "sizing", "start_again", "unregister_process_memory_provider", "with_processes",
+    "within",
 ]
 
 on_change: Callable[[], None] | None = None

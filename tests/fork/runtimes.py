@@ -66,3 +66,10 @@ def drop(model):
     del kept[model]
     gc.collect()
     process_memory.changed()
+
+
+def busy(value):
+    """From now on a prompt runs here, or none; it uses what is loaded."""
+    from comfy_multiproc import runtime
+    runtime.current._loaded = value
+    runtime.current._set_busy(value, prompt=value)

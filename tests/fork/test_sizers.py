@@ -1,0 +1,127 @@
+"""How many images are done at once beside another process, and what it has given for it by then."""
+
+import contextlib
+import importlib.util
+import pathlib
+
+import pytest
+
+from comfy_multiproc.testing import tiny_models
+
+RUNTIMES = pathlib.Path(__file__).with_name("runtimes.py")
+spec = importlib.util.spec_from_file_location("fork_runtimes", RUNTIMES)
+runtimes = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(runtimes)
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def here():
+    from comfy.process_memory import sizers
+    sizers._kept.clear()
+    yield runtimes.start("here")
+    runtimes.stop()
+
+
+@pytest.fixture
+def other(spawn, here):
+    process = spawn(RUNTIMES)
+    process.call("start", who="other")
+    return process
+
+
+@contextlib.contextmanager
+def at_rest(process, enough):
+    """Meanwhile the other process is idle and gives what it is asked for."""
+    process.begin("serve", path=str(enough))
+    yield
+    enough.touch()
+    process.result()
+
+
+def sample(side):
+    """One step of a tiny SD3 at cfg 4 with latents of side x side; what was in each forward: (conds, bytes free before it)."""
+    import comfy.model_management as mm
+    import comfy.sample
+    import comfy.sd
+    import torch
+    name = "mmdit"
+    patcher = comfy.sd.load_diffusion_model(str(tiny_models.ensure([name]) / tiny_models.FILES[name][0]))
+    model, forwards = patcher.model, []
+    apply_model = model.apply_model
+
+    def counted(x, *args, **kwargs):
+        forwards.append((x.shape[0], mm.get_free_memory(patcher.load_device)))
+        return apply_model(x, *args, **kwargs)
+    model.apply_model = counted
+    cond = [[torch.zeros(1, 8, 4096), {"pooled_output": torch.zeros(1, 2048)}]]
+    latent = torch.zeros(1, 16, side, side)
+    with torch.inference_mode():
+        comfy.sample.sample(patcher, torch.randn(latent.shape), 1, 4.0, "euler", "normal", cond, cond, latent, seed=1)
+    return forwards, model.memory_required([2, 16, side, side], cond_shapes={}) * 1.5
+
+
+@pytest.mark.row(6)
+@pytest.mark.row(20)
+@pytest.mark.card(size="64M")
+def test_both_conds_are_one_batch_since_the_idle_model_elsewhere_makes_room_before_the_forward(card, other, tmp_path):
+    other.call("load", model="idle", nbytes=48 * MIB)
+    with at_rest(other, tmp_path / "enough"):
+        forwards, needed = sample(16)
+    assert [conds for conds, _ in forwards] == [2]
+    assert all(free >= needed for _, free in forwards)
+    assert 0 < other.call("loaded", model="idle") < 48 * MIB
+
+
+@pytest.mark.row(6)
+@pytest.mark.card(size="64M")
+def test_what_a_busy_process_uses_is_not_counted(card, other, tmp_path):
+    other.call("load", model="used", nbytes=48 * MIB)
+    other.call("busy", value=True)
+    forwards, needed = sample(16)
+    assert [conds for conds, _ in forwards] == [1, 1]
+    assert other.call("loaded", model="used") == 48 * MIB
+
+
+@pytest.mark.row(6)
+@pytest.mark.card(size="64M")
+def test_a_promise_that_is_not_kept_makes_the_batch_smaller_instead_of_running_out(card, other, monkeypatch):
+    from comfy.process_memory import ladder
+    monkeypatch.setattr(ladder, "patience", 0.2)
+    other.call("load", model="idle", nbytes=48 * MIB)
+    # Its figures say idle, and it comes to no safe point.
+    forwards, needed = sample(16)
+    assert [conds for conds, _ in forwards] == [1, 1]
+    assert other.call("loaded", model="idle") == 48 * MIB
+
+
+@pytest.mark.row(6)
+@pytest.mark.card(size="64M")
+def test_the_vae_decodes_as_many_at_once_as_the_idle_process_makes_room_for(card, other, tmp_path):
+    import comfy.sd
+    import comfy.utils
+    import torch
+    vae = comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(tiny_models.ensure(["taesd"]) / tiny_models.FILES["taesd"][0])))
+    vae.memory_used_decode = lambda shape, dtype: 10 * MIB
+    batches = []
+    decode = vae.first_stage_model.decode
+    vae.first_stage_model.decode = lambda samples, **kwargs: batches.append(samples.shape[0]) or decode(samples, **kwargs)
+    other.call("load", model="idle", nbytes=48 * MIB)
+    with at_rest(other, tmp_path / "enough"), torch.inference_mode():
+        vae.decode(torch.zeros(4, 4, 8, 8))
+    assert batches == [4]       # 40 MiB; 16 were free
+    assert other.call("loaded", model="idle") <= 24 * MIB
+
+
+@pytest.mark.row(6)
+@pytest.mark.row(11)
+@pytest.mark.card(size="24M")
+def test_a_tile_s_budget_is_what_the_other_process_leaves(card, other):
+    from comfy import process_memory
+    wanted = card.settings.size * 0.8
+    assert process_memory.within(card.device, wanted) == wanted
+    other.call("load", model="used", nbytes=16 * MIB)
+    other.call("busy", value=True)
+    budget = process_memory.within(card.device, wanted)
+    assert 6 * MIB < budget <= 8 * MIB - card.settings.size // 20       # 24 - 16 without the reserve
