@@ -90,6 +90,8 @@ def describe(error: BaseException, *, depth: int = 0) -> Failure:
     if isinstance(code, int):
         failure["code"] = int(code)
     args = error.args if isinstance(error.args, tuple) else ()
+    if isinstance(error, OSError) and len(args) == 2 and isinstance(error.filename, str):
+        args = (*args, error.filename)
     if class_ is BUILTINS.get(class_.__name__) and 0 < len(args) <= 3 and all(type(a) in (str, int) for a in args):
         failure["args"] = [a[:MAX_TEXT] if isinstance(a, str) else a for a in args]
     notes = getattr(error, "__notes__", None)

@@ -23,6 +23,7 @@ import os
 import socket
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -34,6 +35,7 @@ MAX_BODY = 256 << 20
 """Bytes of JSON in one message. Tensors and large strings travel in shared memory and are not counted."""
 MAX_FDS = 250
 READ_BYTES = 1 << 16
+DONT_WAIT = getattr(socket, "MSG_DONTWAIT", 0)
 CAN_PASS_FDS = hasattr(socket, "CMSG_SPACE")
 
 
@@ -138,6 +140,7 @@ class Link:
             bound = struct.pack("ll", int(send_timeout), int(send_timeout % 1 * 1e6)) if os.name == "posix" else int(send_timeout * 1000)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
         self._sending = threading.Lock()
+        self._overflow: deque[tuple[memoryview, list[int], bool]] = deque()     # what the reading thread could not send at once
         self._guard = threading.Lock()
         self._ids = itertools.count(1)
         self._pending: dict[int, tuple[Future[Message], Callable[[Outcome], Outcome]]] = {}
@@ -245,30 +248,81 @@ class Link:
             raise LinkError(f"{self._name}: a message of {len(body)} bytes is larger than {MAX_BODY}; large values belong into tensors or bytes")
         if len(fds) > MAX_FDS or (fds and not CAN_PASS_FDS):
             raise LinkError(f"{self._name}: {len(fds)} descriptors cannot go with one message")
+        frame = HEAD.pack(len(body), len(fds)) + body
+        if threading.current_thread() is self._thread:
+            self._send_from_reader(frame, fds)
+            return
+        self._acquire()
+        try:
+            self._put(frame, fds)
+        finally:
+            self._sending.release()
+
+    def _acquire(self) -> None:
         if not self._sending.acquire(timeout=self._timeout):
             self.close(f"has not read its messages for {self._timeout:g} s")
             raise LinkClosed(f"{self._name}: the other end does not read")
+
+    def _put(self, frame: bytes | memoryview, fds: Sequence[int], flags: int = 0) -> int:
+        """Write the frame, with `_sending` held; the bytes written, which are all of them without `flags`."""
+        if self._gone is not None:
+            raise LinkClosed(f"{self._name}: {self._why or 'gone'}")
         try:
-            if self._gone is not None:
-                raise LinkClosed(f"{self._name}: {self._why or 'gone'}")
-            frame = HEAD.pack(len(body), len(fds)) + body
             if fds:
-                sent = self._socket.sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
+                sent = self._socket.sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))], flags)
             else:
-                sent = self._socket.send(frame)
-            if sent < len(frame):
-                rest = memoryview(frame)[sent:]
-                while rest:
-                    rest = rest[self._socket.send(rest):]
+                sent = self._socket.send(frame, flags)
+            while sent < len(frame) and not flags:
+                sent += self._socket.send(memoryview(frame)[sent:])
+            return sent
         except BlockingIOError:
+            if flags:
+                return 0
             # Half a frame may have gone: whatever followed would not be understood.
             self.close(f"has not read its messages for {self._timeout:g} s")
             raise LinkClosed(f"{self._name}: the other end does not read") from None
         except OSError as error:
             # Not closed here: what the other end had said before it went is still to be read.
             raise LinkClosed(f"{self._name}: {error.strerror or error}") from None
-        finally:
+
+    def _send_from_reader(self, frame: bytes, fds: Sequence[int]) -> None:
+        """Never waits: if both ends' readers waited for each other to read, neither would. Another thread sends the rest."""
+        held = not self._overflow and DONT_WAIT != 0 and self._sending.acquire(blocking=False)
+        sent = 0
+        try:
+            if held:
+                sent = self._put(frame, fds, DONT_WAIT)
+                if sent == len(frame):
+                    self._sending.release()
+                    return
+        except BaseException:
             self._sending.release()
+            raise
+        kept = [os.dup(fd) for fd in fds] if not sent else []
+        with self._guard:
+            self._overflow.append((memoryview(frame)[sent:], kept, held))
+            begin = len(self._overflow) == 1
+        if begin:
+            threading.Thread(target=self._send_overflow, daemon=True, name=f"comfy_multiproc: {self._name}, sending").start()
+
+    def _send_overflow(self) -> None:
+        while True:
+            frame, fds, held = self._overflow[0]
+            try:
+                if not held:
+                    self._acquire()
+                try:
+                    self._put(frame, fds)
+                finally:
+                    self._sending.release()
+            except LinkClosed:
+                pass    # the reading thread tells whoever waits
+            for fd in fds:
+                os.close(fd)
+            with self._guard:
+                self._overflow.popleft()
+                if not self._overflow:
+                    return
 
     def _late(self, id_: int, kind: str, timeout: float) -> None:
         pending = self._pending.pop(id_, None)
@@ -381,7 +435,7 @@ class Link:
         for pending in open_.values():
             # One each: raising adds frames to an exception, and with them everything that they refer to.
             _settle(pending, copy.copy(error))
-        with self._sending:
+        with self._sending:     # whoever is sending has been woken by the shutdown
             self._socket.close()
 
 
