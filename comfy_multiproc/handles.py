@@ -108,7 +108,9 @@ class HandleTable:
             raise HandleLost(f"object {number} of process {self.process} is no longer held here. Run the node that made it again.")
         return entry[0]
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
+        """Objects that others hold."""
         return len(self._objects)
 
 

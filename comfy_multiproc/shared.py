@@ -9,6 +9,8 @@ not apply. It lives as long as somebody has it mapped, so what was received outl
 """
 from __future__ import annotations
 
+import ctypes
+import functools
 import logging
 import mmap
 import os
@@ -35,6 +37,7 @@ FORWARD_FROM = 1 << 20
 """Bytes from which a received segment keeps its descriptor, to be passed on without a copy."""
 SHM = "/dev/shm"
 PAGE = mmap.PAGESIZE
+FAILED = ctypes.c_void_p(-1).value
 FILE_PAGE, SWAPPED, PRESENT = (np.uint64(1 << bit) for bit in (61, 62, 63))
 
 _warned = threading.Event()
@@ -63,7 +66,7 @@ def size_class(size: int) -> int:
     """Bytes of the segment for `size` bytes: at most an eighth more, so that segments find a second use."""
     if size <= SMALLEST:
         return SMALLEST
-    step = 1 << max(16, (size - 1).bit_length() - 3)
+    step = 1 << max(16, (size - 1).bit_length() - 4)
     return -(-size // step) * step
 
 
@@ -81,7 +84,7 @@ class Segment:
         self._named: Any = None
         if BY_DESCRIPTOR:
             self.descriptor, self.limited = _open(size)
-            self._map: Any = mmap.mmap(self.descriptor.fileno(), size)
+            self._map: Any = _map(self.descriptor.fileno(), size, private=False)
         else:
             self.name, self._named = _create_named(size)
             self._map = _map_named(self.name, size, private=False)
@@ -116,6 +119,31 @@ def _seal(fd: int) -> None:
     # Reading beyond the end of a file that somebody has shortened ends the reader.
     import fcntl
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+
+
+def _map(fd: int, size: int, private: bool) -> Any:
+    """The file's bytes, mapped as long as anything refers to what is returned.
+
+    Not the mmap module's: before Python 3.13 its mappings keep a descriptor open, each.
+    """
+    flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+    address = _libc().mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    if address in (None, FAILED):
+        error = ctypes.get_errno()
+        raise SharedMemoryError(error, f"{size} bytes ({size >> 20} MiB) of shared memory cannot be mapped: {os.strerror(error)}")
+    mapped = (ctypes.c_ubyte * size).from_address(address)
+    weakref.finalize(mapped, _libc().munmap, address, size).atexit = False
+    return mapped
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
 
 
 def _open_in_folder(size: int) -> Descriptor:
@@ -323,7 +351,7 @@ class Mapping:
         if fd is not None:
             if os.fstat(fd).st_size < size:
                 raise SharedMemoryError(f"segment {name} is said to have {size} bytes and has {os.fstat(fd).st_size}")
-            self._map: Any = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
+            self._map: Any = _map(fd, size, private)
         else:
             from multiprocessing.shared_memory import SharedMemory
             named = SharedMemory(name)      # opens, where mmap would make an empty one if the sender is gone
@@ -349,9 +377,7 @@ class Mapping:
         if sys.platform != "linux":
             return False
         # Dropping all pages would be enough, but mapping them again costs as much as the copy that sharing saves.
-        if self._written():
-            self._map.madvise(mmap.MADV_DONTNEED)
-        return True
+        return not self._written() or _libc().madvise(self.address, self.size, mmap.MADV_DONTNEED) == 0
 
     def _written(self) -> bool:
         try:

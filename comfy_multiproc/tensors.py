@@ -22,8 +22,9 @@ ALONE = 1 << 20
 MAX_SEGMENTS = 16
 """Segments of one message that are passed on, and as many again that are made for it; a descriptor each."""
 
-DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
-"""Every dtype by its full name."""
+DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)
+          and not str(v).startswith(("torch.q", "torch.bits"))}
+"""The dtypes that cross, by name: all but those that mean nothing without the quantiser of their tensor."""
 
 
 @dataclass
@@ -72,8 +73,8 @@ def device_here(name: str) -> torch.device | None:
 
 def sendable(tensor: torch.Tensor) -> bool:
     """Whether it has bytes that can be copied: not for wrappers of other tensors, sparse, quantised or meta tensors."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized \
-        and tensor.device.type != "meta" and not tensor.is_nested
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested \
+        and tensor.device.type != "meta" and dtype_name(tensor.dtype) in DTYPES
 
 
 def view(tensor: torch.Tensor, spec: dict[str, Any]) -> View:

@@ -326,6 +326,7 @@ class Codec:
                     closed = event[0] == "closed"
                     if not closed:
                         self._note(notice, event)
+                    del event       # or the mapping in it would stay until the next one comes
                     if wait > GATHER:
                         wait, until = GATHER, time.monotonic() + 10 * GATHER
                     elif time.monotonic() > until:
