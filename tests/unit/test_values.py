@@ -26,11 +26,25 @@ def descriptors():
     return len(os.listdir("/dev/fd"))
 
 
+@pytest.fixture(scope="module")
+def peer():
+    """A process for tests that leave it alive and as it was."""
+    pool = SharedPool()
+    peer = Peer(HandleTable("host"), pool)
+    yield peer
+    peer.close()
+
+
 @pytest.fixture(autouse=True)
-def nothing_is_left():
+def nothing_is_left(request):
     """Every descriptor is closed again and no file of ours lies in /dev/shm."""
+    if "peer" in request.fixturenames:
+        peer = request.getfixturevalue("peer")
+        peer.do("echo")
     before = descriptors()
     yield
+    if "peer" in request.fixturenames:
+        peer.codec.pool.trim(0)
     if descriptors() > before:
         gc.collect()
         assert descriptors() <= before
@@ -169,8 +183,7 @@ def test_conditioning_keeps_its_form(pair):
     assert got.keys() == latent.keys() and got["samples"].equal(latent["samples"]) and got["noise_mask"].equal(latent["noise_mask"])
 
 
-def test_a_frame_of_a_batch_does_not_bring_the_batch(peers):
-    peer = peers()
+def test_a_frame_of_a_batch_does_not_bring_the_batch(peer):
     batch = torch.rand(64, 256 << 10)
     total, storage = peer.do("touch", batch[0])
     assert total == pytest.approx(float(batch[0].sum())) and storage <= 2 * batch[0].nbytes
@@ -205,8 +218,7 @@ def test_a_part_of_a_message_does_not_keep_the_rest(pair):
 # editing
 
 @pytest.mark.parametrize("size", [1000, 16 * MIB], ids=["small", "large"])
-def test_an_edit_in_the_worker_never_reaches_the_hosts_value(peers, size):
-    peer = peers()
+def test_an_edit_in_the_worker_never_reaches_the_hosts_value(peer, size):
     cached = torch.zeros(size)
     assert [peer.do("edit", cached) for _ in range(3)] == [1.0, 1.0, 1.0]
     assert not cached.any()
@@ -311,8 +323,7 @@ def test_hundreds_of_values_are_passed_on_at_once(pair):
     assert all(t.eq(n).all() for n, t in enumerate(arrived))
 
 
-def test_both_ends_may_send_at_the_same_time(peers):
-    peer = peers()
+def test_both_ends_may_send_at_the_same_time(peer):
     answer = peer.do("previews", 10, wait=False)
     payload = "x" * (8 * MIB)
     for _ in range(2):
@@ -331,9 +342,8 @@ def test_a_worker_that_is_sending_ends_with_its_host(peers):
 
 # what cannot cross
 
-def test_a_quantised_tensor_arrives_by_its_parts(peers):
+def test_a_quantised_tensor_arrives_by_its_parts(peer):
     from comfy_kitchen.tensor import QuantizedTensor
-    peer = peers()
     quantized = QuantizedTensor.from_float(torch.rand(64, 64), "TensorCoreFP8Layout")
     for arrived in (peer.do("echo", quantized), peer.do("echo", {"samples": quantized})["samples"]):
         assert type(arrived) is QuantizedTensor and arrived.shape == (64, 64)
