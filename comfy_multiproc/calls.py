@@ -57,6 +57,7 @@ class Calls:
         self._of_pack = of_pack
         self._stations = stations
         self._tokens = Tokens()
+        self._inputs: dict[str, dict[str, Any]] = {}    # of the nodes that run in workers now, by their ids
         self._names: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
         self.recipes = Recipes(forget)
 
@@ -73,6 +74,8 @@ class Calls:
         call = Call(self.name_of(cls), func, None if obj is cls else self._tokens.of(obj, station.drop), prompt=prompt_id or "",
                     id=unique_id, nested=is_v3(cls) and v3_data is not None, executes=obj is not cls and func == obj.FUNCTION)
         extra = extra_of(v3_data) if is_v3(cls) else {}
+        if call.executes:
+            self._inputs[unique_id] = input_data_all
         stand_in = StandIn()
         stand_in.INPUT_IS_LIST = getattr(obj, "INPUT_IS_LIST", False)
         setattr(stand_in, func, self._remote(station, cls, call, extra))
@@ -92,7 +95,9 @@ class Calls:
             here = described(call, context.list_index if context is not None else None)
             values = {**extra, "inputs": {name: self._crossing(cls, name, value) for name, value in inputs.items()}}
             if call.executes:
-                return self._received(cls, await answered(await sent(station, here, values)))
+                result = self._received(cls, await answered(await sent(station, here, values)))
+                self._inputs.pop(call.id, None)
+                return result
             return await asked(station, here, values)
 
         async def remote(**inputs: Any) -> Any:
@@ -127,6 +132,14 @@ class Calls:
                     moments.before_node()
                     throw_if_interrupted()
         return self._received(cls, result)
+
+    def inputs_of(self, unique_id: str) -> dict[str, Any] | None:
+        """The inputs of a node that has just run in a worker and failed."""
+        return self._inputs.get(unique_id)
+
+    def prompt_ended(self) -> None:
+        self._inputs.clear()
+        self.recipes.prune()
 
     # where
 
@@ -214,6 +227,11 @@ def map_over_list(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
             return await original(*args, **kwargs)
         return await current.map(original, *args, **kwargs)
     return mapped
+
+
+def inputs_of(unique_id: str, inputs: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The inputs that an error report shows: those of a node that ran elsewhere are not at hand any more when it fails."""
+    return inputs if inputs is not None or current is None else current.inputs_of(unique_id)
 
 
 def described(call: Call, index: int | None) -> Call:

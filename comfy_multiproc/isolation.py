@@ -92,6 +92,13 @@ class Isolation:
         for station in self._stations.values():
             station.forget(recipe)
 
+    def prompt_ended(self, prompt: str) -> None:
+        from . import calls
+        if calls.current is not None:
+            calls.current.prompt_ended()
+        for station in self._stations.values():
+            station.prompt_ended(prompt)
+
     # loading
 
     def module(self, pack: Pack) -> ModuleType | None:
@@ -282,8 +289,7 @@ def around_prompt(execute: Callable[..., Awaitable[Any]]) -> Callable[..., Await
             return await execute(self, prompt, prompt_id, *args, **kwargs)
         finally:
             if current is not None:
-                for station in current.stations():
-                    station.prompt_ended(prompt_id)
+                current.prompt_ended(prompt_id)
     return executed
 
 

@@ -28,7 +28,7 @@ class NodeServer:
         self._context = context
         self._link = link = context.link
         process = f"{context.name}-{os.getpid()}-{context.state['token']}"
-        handles = HandleTable(process, drop=lambda value: context._soon(_let_go, value))
+        handles = HandleTable(process, drop=lambda value: context.soon(_let_go, value))
         self.codec = Codec(handles, SharedPool(), lambda notice: link.notify("values", notice), private=True)
         self.nodes = Nodes()
         self.service = standin.Service()

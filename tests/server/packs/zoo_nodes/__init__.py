@@ -120,6 +120,19 @@ class ZooCounted(Node):
         return {"ui": {"runs": [self.runs], "calls": [len(helper.calls)], "who": [helper.WHO], "pid": [os.getpid()]}, "result": (value,)}
 
 
+class ZooSilent(ZooCounted):
+    """Runs only if something needs it."""
+    OUTPUT_NODE = False
+
+
+class ZooText(Node):
+    INPUT_TYPES = node(required={"value": ("INT", {"forceInput": True})})
+    RETURN_TYPES = ("STRING",)
+
+    def run(self, value):
+        return (str(value),)
+
+
 class ZooExpand(Node):
     INPUT_TYPES = node(required={"value": ("INT", {"default": 0})})
     RETURN_TYPES = ("INT",)

@@ -98,7 +98,7 @@ class ZooBlockV3(io.ComfyNode):
 
     @classmethod
     def execute(cls, block):
-        return io.NodeOutput(block_execution="blocked by the zoo") if block else io.NodeOutput(1)
+        return io.NodeOutput(None, block_execution="blocked by the zoo") if block else io.NodeOutput(1)
 
 
 class ZooExtension(ComfyExtension):
