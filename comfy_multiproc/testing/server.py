@@ -200,11 +200,24 @@ def start_server(tree: str | os.PathLike[str], args: Sequence[str] = (), *, mode
             process = subprocess.Popen(command, cwd=tree, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=variables,
                                        start_new_session=True)
         server = Server(process, port, home)
-        try:
-            _wait_until_ready(server, timeout)
-            yield server
-        finally:
-            server.stop()
+        with _not_outliving_us(process):
+            try:
+                _wait_until_ready(server, timeout)
+                yield server
+            finally:
+                server.stop()
+
+
+@contextlib.contextmanager
+def _not_outliving_us(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """End the server's process group if this process is killed: it cannot clean up then, and a server is a gigabyte."""
+    code = f"import os, sys; sys.stdin.read(); os.killpg({process.pid}, 9)"
+    watcher = subprocess.Popen([sys.executable, "-ISc", code], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        yield
+    finally:
+        watcher.kill()
+        watcher.communicate()
 
 
 def _wait_until_ready(server: Server, timeout: float) -> None:
