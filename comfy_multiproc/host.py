@@ -292,10 +292,11 @@ class Worker:
         if not run.stopping:
             logging.error("%s", error)
         run.over.set()
-        _background(f"end of {self.name}", self._ended, error)
+        _background(f"end of {self.name}", self._ended, run, error)
         return error
 
-    def _ended(self, error: BaseException) -> None:
+    def _ended(self, run: _Run, error: BaseException) -> None:
+        run.link.join(GRACE)    # so that every call has failed before
         try:
             self.on_end(self, error)
         except Exception:

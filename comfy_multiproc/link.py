@@ -96,13 +96,18 @@ class Request(Message):
         self.cancelled = False
         self.on_cancel: Callable[[], None] | None = None
 
+    @property
+    def link(self) -> Link:
+        """The end that it came to."""
+        return self._link
+
     def reply(self, body: Any = None, fds: Sequence[int] = ()) -> None:
         """Send the answer; once, from any thread. Descriptors stay the caller's. Raises LinkError, with nothing sent."""
         self._answer({"a": self.id, "b": body}, fds)
 
-    def fail(self, error: BaseException) -> None:
-        """Send the failure instead."""
-        self._answer({"a": self.id, "e": failures.describe(error)}, ())
+    def fail(self, error: BaseException | failures.Failure) -> None:
+        """Send the failure instead: the exception, or what `failures.describe` has made of it."""
+        self._answer({"a": self.id, "e": failures.describe(error) if isinstance(error, BaseException) else error}, ())
 
     def _answer(self, envelope: dict[str, Any], fds: Sequence[int]) -> None:
         if self._answered:

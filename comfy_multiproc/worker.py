@@ -209,11 +209,12 @@ class Context:
     def _failed(self, request: Request, error: BaseException) -> None:
         if request.id is None:
             logging.error("Could not do what the host's message %r says: %s", request.kind, error, exc_info=error)
-        request.fail(error)
-        # The frames of the call refer to its tensors; nobody here needs them any more.
+        failure = failures.describe(error)
+        # The frames of the call refer to its tensors. They are free before the host hears of the failure and tries again.
         failures.forget(error)
         del error
         gc.collect(0)
+        request.fail(failure)
 
     def _begin(self, request: Request) -> int:
         with self._lock:
