@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 
 from comfy_multiproc import __version__
-from comfy_multiproc.commands import build, doctor, series, test, up
+from comfy_multiproc.commands import build, doctor, series, test, top, up
 from comfy_multiproc.console import Console
 from comfy_multiproc.fork.errors import ForkError, explain_os_error
 
-COMMANDS = (up, test, build, series, doctor)
+COMMANDS = (up, top, test, build, series, doctor)
 
 _MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
