@@ -318,6 +318,15 @@ def core(cls: type) -> bool:
     return cls.__module__ == "nodes" if module is None else str(module).startswith(CORE_MODULES)
 
 
+def drop_lost(cache: Any) -> int:
+    """Take the results with lost handles out of one of the executor's caches; how many there were. On the execution thread."""
+    entries = getattr(cache, "cache", None) or {}
+    lost = [key for key, entry in entries.items() if any(handle.lost for handle in handles_in(list(getattr(entry, "outputs", None) or ())))]
+    for key in lost:
+        del entries[key]
+    return len(lost) + sum(drop_lost(inner) for inner in (getattr(cache, "subcaches", None) or {}).values())
+
+
 def passes_on(cls: type, name: str) -> bool:
     """Whether the node takes anything for that input, so that it can do no more with an object than pass it on."""
     try:

@@ -68,8 +68,15 @@ class Isolation:
             except (OSError, RuntimeError) as error:
                 logging.error("Worker %s cannot be started: %s", station.name, error)
 
+    def named(self, name: str) -> Any:
+        """The station of that name; one for a worker without packs if there is none."""
+        from .station import PackStation
+        if name not in self._stations:
+            self._stations[name] = PackStation(name, ())
+        return self._stations[name]
+
     def stations(self) -> Iterator[Any]:
-        return iter(self._stations.values())
+        return iter(list(self._stations.values()))
 
     def station_of(self, pack: str) -> Any:
         """The station of an isolated pack, by the pack's name. Raises LookupError."""
@@ -91,6 +98,16 @@ class Isolation:
     def forget(self, recipe: int) -> None:
         for station in self._stations.values():
             station.forget(recipe)
+
+    def prompt_begins(self, executor: Any) -> None:
+        """Results that were in a worker which has ended are no results any more: their nodes run again when they are needed."""
+        if any(station.lost_handles for station in self._stations.values()):
+            from .calls import drop_lost
+            for station in self._stations.values():
+                station.lost_handles = False
+            dropped = drop_lost(getattr(getattr(executor, "caches", None), "outputs", None))
+            if dropped:
+                logging.info("%d cached results were in a worker that has ended; their nodes run again when they are needed", dropped)
 
     def prompt_ended(self, prompt: str) -> None:
         from . import calls
@@ -230,9 +247,23 @@ def runs_prestartup(script: str) -> bool:
     return decided(os.path.abspath(os.path.dirname(script))).isolated
 
 
+def begin(packs: list[Pack]) -> Isolation:
+    """Isolate packs from now on."""
+    global current
+    from . import calls
+    current = Isolation(packs)
+    calls.current = calls.Calls(current.station_of, current.stations, current.forget)
+    return current
+
+
+def named(name: str) -> Any:
+    """The station of the worker of that name, whether or not any pack is isolated. Raises PackConfigError for what is no name."""
+    packs_module.value_of(Path("the worker"), "group", name)
+    return (current or begin([])).named(name)
+
+
 def start() -> None:
     """Find the packs and start the workers of those that are isolated. ComfyUI's devices are set up, its packs are not loaded."""
-    global current
     import folder_paths
     from comfy.cli_args import args
     every = packs_module.find(folder_paths.get_folder_paths("custom_nodes"), asked())
@@ -242,10 +273,7 @@ def start() -> None:
         logging.warning("--isolate %s: there is no such pack in %s", value, ", ".join(folder_paths.get_folder_paths("custom_nodes")))
     if not any(pack.isolated for pack in every):
         return
-    from . import calls
-    current = Isolation(every)
-    calls.current = calls.Calls(current.station_of, current.stations, current.forget)
-    current.start()
+    begin(every).start()
 
 
 def spec(module_path: str, module_spec: Any, module_parent: str = "custom_nodes") -> Any:
@@ -269,7 +297,7 @@ def spec(module_path: str, module_spec: Any, module_parent: str = "custom_nodes"
 
 def loaded() -> None:
     """All packs are loaded: say where each runs."""
-    if current is not None:
+    if current is not None and current.packs:
         logging.info("Packs and the process that each runs in:\n%s", "\n".join(current.listing()))
 
 
@@ -285,6 +313,8 @@ def around_prompt(execute: Callable[..., Awaitable[Any]]) -> Callable[..., Await
     """Decorates the executor's running of a prompt: workers hear of its end."""
     @functools.wraps(execute)
     async def executed(self: Any, prompt: Any, prompt_id: str, *args: Any, **kwargs: Any) -> Any:
+        if current is not None:
+            current.prompt_begins(self)
         try:
             return await execute(self, prompt, prompt_id, *args, **kwargs)
         finally:
@@ -295,5 +325,5 @@ def around_prompt(execute: Callable[..., Awaitable[Any]]) -> Callable[..., Await
 
 def with_packs(stats: dict[str, Any]) -> None:
     """Add to the answer of ``/system_stats`` which pack runs where."""
-    if current is not None:
+    if current is not None and current.packs:
         stats["packs"] = current.report()

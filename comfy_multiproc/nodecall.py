@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from comfy.process_memory import moments
@@ -33,7 +33,7 @@ class Call:
     client: str | None = None       # the client that the prompt belongs to
 
     def data(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if value is not None}
+        return {key: value for key, value in self.__dict__.items() if value is not None}
 
     @classmethod
     def of(cls, data: Any) -> Call:

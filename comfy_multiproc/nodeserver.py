@@ -35,6 +35,7 @@ class NodeServer:
         self.server = standin.ServerStandIn(self.service, self.tell, self.ask)
         self._classes: dict[str, list[str]] = {}
         context.on_execution("node", self._node)
+        context.on_execution("unload", self._unload)
         context.on_execution("prompt_end", lambda r: self.nodes.end_prompt(r.body))
         context.on_reset(self.nodes.drop_all)
         link.on("values", lambda r: self.codec.receive(r.body))
@@ -99,6 +100,12 @@ class NodeServer:
         except StopIteration:
             return None
         raise RuntimeError(f"{call.node}.{call.method} waits for something, although it is no coroutine function")
+
+    def _unload(self, request: Request) -> None:
+        import comfy.model_management
+        comfy.model_management.unload_all_models()
+        comfy.model_management.soft_empty_cache()
+        request.reply()
 
     async def _run(self, request: Request, call: Call, values: dict[str, Any]) -> None:
         packet = self.codec.encode(await self.nodes.run(call, values))

@@ -43,6 +43,7 @@ class PackStation:
 
     def __init__(self, name: str, packs: Sequence[Pack]):
         self.packs = list(packs)
+        self.lost_handles = False       # objects that were in its process are gone since the last look
         self._lock = threading.Lock()
         self._codec: tuple[Link, Codec] | None = None
         self.worker = Worker(spec_of(name, packs))
@@ -164,6 +165,7 @@ class PackStation:
             if ended is None or not ended[0].closed:
                 return
             self._codec = None
+            self.lost_handles = self.lost_handles or ended[1].held > 0
         ended[1].close(str(error).partition("\n")[0])
 
     def _value(self, request: Request) -> Any:
@@ -191,7 +193,7 @@ def spec_of(name: str, packs: Sequence[Pack]) -> Spec:
     """One worker for packs that share it: the most generous of their limits. Raises PackConfigError."""
     limits = [pack.config.ram_limit for pack in packs if pack.config.ram_limit is not None]
     idle = [pack.config.idle_seconds for pack in packs if pack.config.idle_seconds is not None]
-    return Spec(name, packs=packs_data(packs), entry=ENTRY, python=packs[0].python, ram_limit=max(limits, default=None),
+    return Spec(name, packs=packs_data(packs), entry=ENTRY, python=packs[0].python if packs else None, ram_limit=max(limits, default=None),
                 idle_seconds=max(idle, default=None), keep_processes=any(pack.config.keep_processes for pack in packs))
 
 
