@@ -5,12 +5,14 @@ what ComfyUI's own code calls at its decisions. With no provider registered each
 """
 from collections.abc import Callable
 
-from . import claims, devices, gates, moments, registry
+from . import claims, devices, gates, moments, pins, ram, registry
 from .admission import admit, admitting, budget, loaded, node_ended, node_started
 from .gates import for_file, settled_dtype, shared_card
 from .ladder import asked, candidates, make_room, rest
+from .pins import full, one_ceiling, peers_pins_too, peers_registrations_too, pin_again, pin_shortfall, reserved
 from .provider import (API_VERSION, DEADLINE, Candidate, DeviceUsage, Kind, Outcome, ProcessMemoryProvider, RamUsage,
                        Reason, Receipt, ReleaseRequest)
+from .ram import cache_sizes, excess, free_ram, headroom, pressed, total_ram, weigh
 from .reading import free
 from .registry import register as register_process_memory_provider
 from .registry import serving
@@ -22,12 +24,13 @@ from .unloading import everywhere, release_caches
 
 __all__ = [
     "API_VERSION", "Candidate", "DEADLINE", "DeviceUsage", "Kind", "Outcome", "ProcessMemoryProvider", "RamUsage",
-    "Reason", "Receipt", "ReleaseRequest", "admit", "admitting", "asked", "batch", "budget", "candidates", "changed",
-    "claims", "devices", "everywhere", "for_file", "free", "gates", "loaded", "make_room", "moments", "node_ended",
-    "node_started", "noisy_oom_site", "on_change", "oom_site", "processes", "ready", "reclaimable",
-    "register_process_memory_provider", "registry", "release_caches", "rest", "room_for", "room_given", "serving",
-    "settled_dtype", "shared_card", "sizing", "start_again", "unregister_process_memory_provider", "with_processes",
-    "within",
+    "Reason", "Receipt", "ReleaseRequest", "admit", "admitting", "asked", "batch", "budget", "cache_sizes",
+    "candidates", "changed", "claims", "devices", "everywhere", "excess", "for_file", "free", "free_ram", "full",
+    "gates", "headroom", "loaded", "make_room", "moments", "node_ended", "node_started", "noisy_oom_site",
+    "on_change", "one_ceiling", "oom_site", "peers_pins_too", "peers_registrations_too", "pin_again", "pin_shortfall",
+    "pins", "pressed", "processes", "ram", "ready", "reclaimable", "register_process_memory_provider", "registry",
+    "release_caches", "reserved", "rest", "room_for", "room_given", "serving", "settled_dtype", "shared_card", "sizing",
+    "start_again", "total_ram", "unregister_process_memory_provider", "weigh", "with_processes", "within",
 ]
 
 on_change: Callable[[], None] | None = None
@@ -37,5 +40,6 @@ on_change: Callable[[], None] | None = None
 def changed() -> None:
     """What this process holds has changed."""
     gates.settle()
+    pins.settle()
     if on_change is not None:
         on_change()

@@ -73,3 +73,58 @@ def busy(value):
     from comfy_multiproc import runtime
     runtime.current._loaded = value
     runtime.current._set_busy(value, prompt=value)
+
+
+# page-locked memory
+
+def driver(path, quota, ceiling):
+    """From now on the driver locks `quota` bytes for all processes, and ComfyUI's ceiling for one is `ceiling`."""
+    import types
+
+    import comfy.model_management as mm
+    import torch
+    from comfy.process_memory import limits, pins
+
+    from comfy_multiproc.testing.card.capacity import CapacityFile, CardFull
+    file = CapacityFile(path) if os.path.exists(path) else CapacityFile.create(path, [quota])
+    sizes = {}
+
+    def register(address, size, flags):
+        try:
+            file.allocate(0, size)
+        except CardFull:
+            return 2
+        sizes[address] = size
+        return 0
+
+    def unregister(address):
+        file.release(0, sizes.pop(address))
+        return 0
+    torch.cuda.cudart = lambda: types.SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+    limits.groups = types.SimpleNamespace(total=lambda machine: machine, available=lambda machine: machine)
+    mm.MAX_PINNED_MEMORY, pins.PIECE = ceiling, 1 << 20
+    mm.discard_cuda_async_error = lambda: None
+
+
+def pin(model, nbytes, active=False):
+    """A paged model of which ComfyUI locks one tensor; whether it could."""
+    import comfy.model_management as mm
+    import torch
+    patcher, tensor = stub_patcher(1 << 20), torch.zeros(nbytes, dtype=torch.uint8)
+    mm.load_models_gpu([patcher])
+    kept[model] = patcher, tensor
+    patcher.is_dynamic = lambda: True
+    patcher.model.dynamic_pins = {patcher.load_device: {"active": active, "current_prompt": active}}
+
+    def let_go(size, subsets=None):
+        if tensor.data_ptr() not in mm.PINNED_MEMORY:
+            return 0
+        mm.unpin_memory(tensor)
+        return nbytes
+    patcher.partially_unload_ram = patcher.unregister_inactive_pins = let_go
+    return mm.pin_memory(tensor)
+
+
+def pinned():
+    import comfy.model_management as mm
+    return [mm.TOTAL_PINNED_MEMORY, len(mm.PINNED_MEMORY)]

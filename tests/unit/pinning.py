@@ -1,0 +1,147 @@
+"""A small process that locks memory, in the manner of ComfyUI's manager with the hooks of the series, in a container of numbers.
+
+The container is card 0 of a capacity file, what the driver will register is card 1: both are shared by all processes, and what
+is over-committed fails as it does with the kernel and the driver.
+"""
+from __future__ import annotations
+
+import random
+import types
+
+import psutil
+
+from comfy import process_memory
+from comfy.process_memory import limits, pins, ram
+from comfy_multiproc.testing.card.capacity import CardFull
+from tests.unit.small import MB, Process
+
+FLOOR = 64 * MB
+PIECE = 16 * MB
+MACHINE = 1 << 40
+
+
+class Container:
+    """What the kernel says of the container."""
+
+    def __init__(self, card):
+        self.card = card
+
+    def total(self, machine):
+        return self.card.size(0)
+
+    def available(self, machine):
+        return self.card.free(0)
+
+
+class PinProcess(Process):
+    def __init__(self, pipe, folder, card, name, ceiling, barrier=None):
+        super().__init__(pipe, folder, card, name, 1.0, barrier)
+        ram.FLOOR, pins.PIECE, ram.FRESH, ram.PAUSE = FLOOR, PIECE, 0.0, 0.0
+        mm = self.mm
+        limits.groups = Container(mm.card)
+        limits.upstream = lambda: None
+        psutil.virtual_memory = lambda: types.SimpleNamespace(total=MACHINE, available=MACHINE)     # a big machine around the container
+        pins.budget = lambda: ceiling
+        mm.MAX_PINNED_MEMORY = ceiling
+        mm.args = types.SimpleNamespace(fast_disk=False)
+        mm.comfy = types.SimpleNamespace(memory_management=types.SimpleNamespace(RAM_CACHE_HEADROOM=0))
+        mm.ensure_pin_budget = process_memory.reserved(self.ensure_pin_budget)
+        mm.free_pins = process_memory.peers_pins_too(self.free_pins)
+        mm.free_registrations = process_memory.peers_registrations_too(self.free_registrations)
+        mm.ensure_pin_registerable = process_memory.one_ceiling(self.ensure_pin_registerable)
+        self.pins = {False: [], True: []}       # in use by a running prompt -> sizes
+        self.cached = []
+        self.refused = 0
+
+    # as upstream does it
+
+    def free_pins(self, size, evict_active=False):
+        freed = 0
+        for active in (False, True) if evict_active else (False,):
+            while self.pins[active] and freed < size:
+                freed += self.let_go_of(self.pins[active].pop())
+        return freed
+
+    def free_registrations(self, shortfall, evict_active=True):
+        return shortfall <= 0 or self.free_pins(shortfall, evict_active) >= shortfall
+
+    def ensure_pin_registerable(self, size, evict_active=True):
+        return self.mm.free_registrations(self.mm.TOTAL_PINNED_MEMORY + size - self.mm.MAX_PINNED_MEMORY, evict_active)
+
+    def ensure_pin_budget(self, size):
+        headroom = self.mm.comfy.memory_management.RAM_CACHE_HEADROOM
+        shortfall = size + max(headroom / 2, FLOOR) - MACHINE
+        shortfall = process_memory.pin_shortfall(size, shortfall)
+        return shortfall <= 0 or self.mm.free_pins(shortfall) >= shortfall
+
+    def pin_memory(self, tensor):
+        size = tensor.nbytes
+        if process_memory.full(size):
+            return False
+        try:
+            self.mm.card.allocate(1, size)
+        except CardFull:
+            self.refused += 1
+            return process_memory.pin_again(self.pin_memory, tensor)
+        self.mm.card.allocate(0, size)
+        self.mm.TOTAL_PINNED_MEMORY += size
+        self.pins[True].append(size)
+        return True
+
+    def let_go_of(self, size):
+        self.mm.card.release(1, size)
+        self.mm.card.release(0, size)
+        self.mm.TOTAL_PINNED_MEMORY -= size
+        return size
+
+    # what a test orders
+
+    def node_pin(self, size):
+        granted = self.mm.ensure_pin_budget(size) and self.mm.ensure_pin_registerable(size)
+        return bool(granted) and self.pin_memory(types.SimpleNamespace(nbytes=size))
+
+    def node_register(self, size):
+        """Locks what is in memory already."""
+        return self.pin_memory(types.SimpleNamespace(nbytes=size))
+
+    def node_at_once(self, size):
+        self.barrier.wait(60)
+        return self.node_register(size)
+
+    def node_done(self):
+        """The prompt that uses the pins is over."""
+        self.pins[False] += self.pins[True]
+        self.pins[True].clear()
+        process_memory.changed()
+        return True
+
+    def node_keep_free(self, size):
+        self.mm.comfy.memory_management.RAM_CACHE_HEADROOM = size
+        process_memory.headroom(size)
+        return True
+
+    def node_shortfall(self, size):
+        headroom = self.mm.comfy.memory_management.RAM_CACHE_HEADROOM
+        return process_memory.pin_shortfall(size, size + max(headroom / 2, FLOOR) - MACHINE)
+
+    def node_random(self, seed, turns):
+        """Locks and lets go of memory at random."""
+        choose = random.Random(seed)
+        pinned = 0
+        for _ in range(turns):
+            if choose.random() < 0.65:
+                pinned += self.node_pin(choose.randrange(1, 24) * MB)
+            elif choose.random() < 0.5:
+                self.node_done()
+            elif self.pins[False]:
+                self.let_go_of(self.pins[False].pop())
+            process_memory.moments.after_node()
+        self.node_done()
+        return pinned
+
+    def now_pins(self):
+        return {"locked": self.mm.TOTAL_PINNED_MEMORY, "reserved": self.runtime.claims.own(pins.PINS), "refused": self.refused}
+
+
+def process(pipe, *args):
+    PinProcess(pipe, *args).run()

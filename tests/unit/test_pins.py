@@ -1,0 +1,127 @@
+"""Page-locked memory of several processes under one ceiling, in one container. Real processes, numbers for memory."""
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from comfy_multiproc.testing.card.capacity import CapacityFile, read_card
+from tests.unit.pinning import FLOOR, PIECE, process
+from tests.unit.processes import SECONDS, children, context
+from tests.unit.small import MB
+
+
+@contextmanager
+def running(tmp_path, *names, container=1000 * MB, driver=1000 * MB, ceiling=900 * MB, barrier=None):
+    card = tmp_path / "card"
+    CapacityFile.create(card, [container, driver]).close()
+    with children(*((process, tmp_path / "run", card, name, ceiling, barrier) for name in names)) as started:
+        for child in started:
+            assert child.hear() == "ready"
+        for child, name in zip(started, names):
+            deadline = time.monotonic() + SECONDS
+            while child.call(("books",))["peers"] != sorted(set(names) - {name}):
+                assert time.monotonic() < deadline, "they do not find each other"
+                time.sleep(0.01)
+        yield started
+
+
+def peak(tmp_path):
+    return read_card(tmp_path / "card").peak
+
+
+@pytest.mark.row(42)
+def test_together_they_lock_what_one_process_may(tmp_path):
+    with running(tmp_path, "host", "a", "b", ceiling=300 * MB) as processes:
+        for child in processes:
+            assert child.call(("register", 90 * MB)) is True
+        assert processes[0].call(("register", 90 * MB)) is True       # in place of its own: everything is in use
+        assert [child.call(("pins",))["locked"] for child in processes] == [90 * MB] * 3
+
+
+@pytest.mark.row(34)
+@pytest.mark.row(42)
+def test_an_idle_process_s_pins_go_before_own_active_ones(tmp_path):
+    with running(tmp_path, "host", "a", ceiling=300 * MB) as [host, a]:
+        assert a.call(("register", 200 * MB)) and a.call(("done",))
+        assert host.call(("register", 90 * MB)) is True
+        assert host.call(("register", 90 * MB)) is True               # 80 are missing
+        assert host.call(("pins",))["locked"] == 180 * MB and a.call(("pins",))["locked"] == 0
+
+
+@pytest.mark.row(34)
+def test_own_idle_pins_go_before_those_of_others(tmp_path):
+    with running(tmp_path, "host", "a", ceiling=300 * MB) as [host, a]:
+        assert a.call(("register", 100 * MB)) and a.call(("done",))
+        assert host.call(("register", 200 * MB)) and host.call(("done",))
+        assert host.call(("register", 150 * MB)) is True
+        assert a.call(("pins",))["locked"] == 100 * MB and host.call(("pins",))["locked"] == 150 * MB
+
+
+@pytest.mark.row(42)
+def test_what_one_does_not_use_another_may_borrow_until_it_is_wanted(tmp_path):
+    with running(tmp_path, "host", "a", "b", ceiling=300 * MB) as [host, a, _]:
+        assert a.call(("register", 280 * MB)) and a.call(("done",))   # nearly three shares
+        assert host.call(("register", 100 * MB)) is True
+        assert a.call(("pins",))["locked"] == 0
+
+
+def test_two_that_reserve_at_the_same_instant_do_not_get_the_same_bytes(tmp_path):
+    barrier = context.Barrier(2)
+    with running(tmp_path, "a", "b", ceiling=100 * MB, driver=100 * MB, barrier=barrier) as [a, b]:
+        a.tell(("at_once", 80 * MB))
+        b.tell(("at_once", 80 * MB))
+        assert sorted([a.hear(), b.hear()]) == [False, True]          # one of them goes on unlocked
+        assert [child.call(("pins",))["refused"] for child in (a, b)] == [0, 0]
+
+
+@pytest.mark.row(34)
+def test_the_driver_s_refusal_is_tried_once_more_when_an_idle_process_has_given_some(tmp_path):
+    with running(tmp_path, "host", "a", driver=100 * MB) as [host, a]:
+        assert a.call(("register", 80 * MB)) and a.call(("done",))
+        assert host.call(("register", 40 * MB)) is True
+        assert host.call(("pins",)) == {"locked": 40 * MB, "reserved": 48 * MB, "refused": 1}
+        assert a.call(("pins",))["locked"] == 0
+
+
+def test_with_the_other_process_busy_it_goes_on_unlocked(tmp_path):
+    with running(tmp_path, "host", "a", driver=100 * MB) as [host, a]:
+        assert a.call(("register", 80 * MB))                          # in use
+        assert host.call(("register", 40 * MB)) is False
+        assert host.call(("pins",))["locked"] == 0 and a.call(("pins",))["locked"] == 80 * MB
+
+
+def test_the_pins_of_a_process_that_is_killed_are_free_at_once(tmp_path):
+    with running(tmp_path, "host", "a", ceiling=100 * MB, driver=100 * MB) as [host, a]:
+        assert a.call(("register", 80 * MB))
+        assert host.call(("register", 20 * MB)) is True
+        a.kill()
+        assert host.call(("register", 60 * MB)) is True
+        assert host.call(("pins",))["locked"] == 80 * MB              # of its own none had to go
+
+
+@pytest.mark.row(34)
+def test_the_floor_is_the_same_in_host_and_worker(tmp_path):
+    with running(tmp_path, "host", "worker") as [host, worker]:
+        assert host.call(("keep_free", 400 * MB))
+        # 1000 MB are free: each may lock down to 200, the half of what the host's cache keeps free.
+        assert host.call(("shortfall", 10 * MB)) == worker.call(("shortfall", 10 * MB)) == 10 * MB + 200 * MB - 1000 * MB
+
+
+def test_what_is_reserved_and_not_locked_yet_is_taken_from_what_is_available(tmp_path):
+    with running(tmp_path, "a", "b", container=200 * MB) as [a, b]:
+        assert a.call(("shortfall", 100 * MB)) <= 0                   # reserves 112
+        assert b.call(("shortfall", 60 * MB)) == 60 * MB + FLOOR - (200 - 112) * MB
+
+
+@pytest.mark.row(8)
+@pytest.mark.row(34)
+def test_five_processes_in_one_container_never_lock_more_than_the_limit_without_the_floor(tmp_path):
+    names = ["host", "a", "b", "c", "d"]
+    with running(tmp_path, *names, container=400 * MB) as processes:
+        for seed, child in enumerate(processes):
+            child.tell(("random", seed, 150))
+        done = [child.hear() for child in processes]
+        assert all(isinstance(count, int) and count > 20 for count in done), done
+        assert 400 * MB - FLOOR - 5 * PIECE < peak(tmp_path) <= 400 * MB - FLOOR
