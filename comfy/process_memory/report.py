@@ -26,7 +26,14 @@ def processes() -> list[dict[str, Any]]:
         counts = [(place, usages[place][entry]) for _, place in places if entry in usages[place]]
         ages = [count.age + count.value.age for _, count in counts if count.value is not None]
         age = max(ages, default=None if ram is None else ram_age + ram.age)
-        state = "gone" if entry.gone else "not confirmed" if entry.unconfirmed else "silent" if age is None or age > STALE or not entry.ready else ""
+        known = [count.value for _, count in counts]
+        holds = any(usage is None or usage.resident is None or usage.resident for usage in known)
+        if entry.gone:
+            state = "gone"
+        elif entry.unconfirmed and holds and not any(usage is not None and usage.busy for usage in known):
+            state = "not confirmed"
+        else:
+            state = "silent" if age is None or age > STALE or not entry.ready else ""
         rows.append(_row(entry.pid, entry.name, state, ram, [(place, count.value) for place, count in counts], age))
     return rows
 

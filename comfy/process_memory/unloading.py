@@ -56,6 +56,7 @@ def unload_peers(reason: Reason) -> None:
             entry.unconfirmed = True
             logging.warning("Process memory: %s has not confirmed that it unloaded its models from %s", entry, request.device)
         elif receipt.outcome is Outcome.BUSY:
+            entry.unconfirmed = True
             logging.warning("Process memory: %s is busy and keeps its models on %s", entry, request.device)
         else:
             logging.debug("Process memory: %s unloaded %d MB from %s", entry, arithmetic.freed(receipt, size) // (1024 * 1024), request.device)
