@@ -67,8 +67,14 @@ class LoadedModel:
         more = self.model.size - self.model.resident
         if budget:
             more = min(more, max(0, int(budget)))
-        self._manager.card.allocate(0, more)
-        self.model.resident += more
+        # Weights appear one after the other; in between, others see what has been admitted and is not there yet.
+        parts = self._manager.load_in_parts
+        for i in range(parts):
+            size = more * (i + 1) // parts - more * i // parts
+            self._manager.card.allocate(0, size)
+            self.model.resident += size
+            if parts > 1:
+                time.sleep(0.001)
 
     def model_unload(self, to_free):
         freed = self.model.resident if to_free >= self.model.resident else int(to_free)
@@ -93,6 +99,7 @@ class Manager(types.ModuleType):
         self.current_loaded_models: list[LoadedModel] = []
         self.during_unload = None
         self.between = None
+        self.load_in_parts = 1
         self.load_models_gpu = process_memory.admitting(moments.no_safe_point(self._load_models_gpu))
         self.free_memory = moments.no_safe_point(self._free_memory)
 
@@ -294,6 +301,7 @@ class Process:
 
     def node_load_with_others(self, name, size):
         """A load that begins at the same instant as those of others."""
+        self.mm.load_in_parts = 8
         self.barrier.wait(60)
         return self.node_load(name, size)
 
