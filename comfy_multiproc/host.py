@@ -35,7 +35,8 @@ GRACE = 5.0
 SEND_SECONDS = 30.0
 """How long a worker may take no messages, stopped or stuck, before it is killed."""
 LOOK_EVERY = 0.5
-SHOWN_LINES = 10
+SHOWN_LINES = 20
+SHOWN_LETTERS = 200
 
 guard = Guard()
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
@@ -462,7 +463,7 @@ def _with_place(error: WorkerDied, label: str) -> WorkerDied:
     if label:
         text += f", while it ran {label}"
     if error.log:
-        text += "\nIts last lines:\n" + "\n".join(f"    {line}" for line in error.log[-SHOWN_LINES:])
+        text += "\nIts last lines:\n" + "\n".join(f"    {line[:SHOWN_LETTERS]}" for line in error.log[-SHOWN_LINES:])
     placed = WorkerDied(text)
     placed.__dict__.update(error.__dict__)
     return placed

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import faulthandler
 import gc
 import importlib
 import inspect
@@ -146,8 +147,6 @@ class Context:
         with self._lock:
             self._queue.put(partial(function, *args) if args else function)
         self._call_loop()
-
-    _soon = soon
 
     def stop(self) -> None:
         """Let `run` return after the job that runs now. Any thread."""
@@ -323,6 +322,7 @@ def main(text: str, sock: socket.socket, output: spawning.Inherited) -> None:
     multiprocessing.set_start_method(None, force=True)     # packs find the system's own, as in the host
     state = json.loads(text)
     logs.take_over(output.take(), boot.log_level(state))
+    faulthandler.enable(sys.stderr, all_threads=False)      # where native code crashes, for the report
     watch_host(state)
     for name in boot.OTHER_PYTHON if state["python"] else ():
         os.environ.pop(name, None)      # it was for this process, not for what nodes start

@@ -270,6 +270,8 @@ def test_a_worker_that_dies_says_how_and_the_next_call_works(make, number, name)
     assert (caught.value.pid, caught.value.signal) == (pid, number)
     for part in (f"worker zoo (pid {pid})", name, "while it ran node 7 (Loader)", "the last thing it says"):
         assert part in str(caught.value)
+    if number == signal.SIGSEGV:
+        assert "zoo.py" in str(caught.value), "where it crashed"
     assert ended.wait(SECONDS)
     assert ask(worker, "echo", "again") == "again"
     assert worker.pid != pid

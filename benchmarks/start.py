@@ -1,0 +1,119 @@
+"""Workers: start against a fresh interpreter, call round trip against a pipe, two CPU-bound workers side by side.
+
+    COMFY_MULTIPROC_FORK=build/ComfyUI-0.30.0 python benchmarks/start.py [--rounds 5]
+
+Needs a built fork. Bounds: start 1.1x of a fresh interpreter that imports the same, call 8x of a pipe, two at once 1.8x.
+"""
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+FORK = Path(os.environ.get("COMFY_MULTIPROC_FORK", HERE.parent / "build" / "ComfyUI-0.30.0")).resolve()
+CALLS = 2000
+SPINS = 6_000_000
+
+SAME = """
+import asyncio, comfy.cli_args
+comfy.cli_args.args.cpu = comfy.cli_args.args.disable_api_nodes = True
+import logging
+logging.disable(logging.ERROR)
+import utils.extra_config, utils.install_util, comfy.utils, nodes, torch
+asyncio.run(nodes.init_extra_nodes(init_custom_nodes=False, init_api_nodes=False))
+import os
+os._exit(0)     # ready; taking it apart again is not measured
+"""
+
+# The worker's side: `entry` of its spec.
+
+
+def load(context: object) -> None:
+    context.on_execution("echo", lambda request: request.reply(request.body))   # type: ignore[attr-defined]
+    context.on_execution("spin", lambda request: request.reply(spin()))     # type: ignore[attr-defined]
+
+
+def spin() -> int:
+    total = 0
+    for i in range(SPINS):
+        total += i & 3
+    return total
+
+
+def echo(pipe: Connection) -> None:
+    while True:
+        pipe.send_bytes(pipe.recv_bytes())
+
+
+def timed(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    if not (FORK / "main.py").exists():
+        sys.stderr.write(f"{FORK} is no built fork: set COMFY_MULTIPROC_FORK\n")
+        return 1
+    sys.path[:0] = [str(FORK), str(HERE)]
+    import logging
+    logging.disable(logging.ERROR)
+    import comfy.cli_args
+    comfy.cli_args.args.cpu = comfy.cli_args.args.disable_api_nodes = True
+    import folder_paths  # noqa: F401  as in a server, so that its state is passed on
+    from comfy_multiproc import host
+
+    fresh, start = [], []
+    for _ in range(rounds):
+        fresh.append(timed(lambda: subprocess.run([sys.executable, "-c", SAME], cwd=FORK, check=True, stderr=subprocess.DEVNULL)))
+        worker = host.Worker(host.Spec("start", entry="start"))
+        start.append(timed(lambda: worker.start().result(120)))
+        worker.stop()
+    workers = [host.Worker(host.Spec(name, entry="start")) for name in ("one", "two")]
+    for each in workers:
+        each.start().result(120)
+
+    context = multiprocessing.get_context("fork")
+    pipe, other = context.Pipe()
+    floor = context.Process(target=echo, args=(other,), daemon=True)
+    floor.start()
+
+    def by_pipe() -> None:
+        pipe.send_bytes(b"{}")
+        pipe.recv_bytes()
+    piped, called = [], []
+    for _ in range(CALLS):
+        piped.append(timed(by_pipe))
+        called.append(timed(lambda: workers[0].call("echo").result(30)))
+    floor.terminate()
+
+    alone, together = [], []
+    for _ in range(rounds):
+        alone.append(timed(lambda: [w.call("spin").result(120) for w in workers]))
+        together.append(timed(lambda: [f.result(120) for f in [w.call("spin") for w in workers]]))
+    host.stop_all()
+
+    rows = [
+        ("worker start", start, "fresh interpreter, same imports", fresh, "s", 1.0, lambda a, b: f"{a / b:.2f}x (at most 1.1x)"),
+        ("empty call", called, "raw pipe, same bytes", piped, "us", 1e6, lambda a, b: f"{a / b:.1f}x (at most 8x)"),
+        ("two workers at once", together, "one after the other", alone, "s", 1.0, lambda a, b: f"{b / a:.2f}x as fast (at least 1.8x)"),
+    ]
+    sys.stdout.write("| what | median | against | median | ratio |\n| --- | --- | --- | --- | --- |\n")
+    for what, ours, against, theirs, unit, scale, ratio in rows:
+        a, b = statistics.median(ours), statistics.median(theirs)
+        sys.stdout.write(f"| {what} | {a * scale:.3g} {unit} | {against} | {b * scale:.3g} {unit} | {ratio(a, b)} |\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
