@@ -232,7 +232,7 @@ def _unpack(slot: int, data: bytes) -> Process:
 class Ledger:
     """The ledger file, open. Any thread may read.
 
-    `create` False opens an existing file for reading only. Raises LedgerError.
+    `create` False opens an existing file for reading only. `words` is the file as 64-bit words. Raises LedgerError.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None, create: bool = True):
@@ -251,7 +251,7 @@ class Ledger:
                 self._map = mmap.mmap(f.fileno(), FILE_SIZE, access=mmap.ACCESS_WRITE if create else mmap.ACCESS_READ)
         except (OSError, ValueError) as e:
             raise LedgerError(f"cannot open {self.path}: {e}; remove it and start again") from None
-        self._words = memoryview(self._map).cast("Q")
+        self.words = memoryview(self._map).cast("Q")
         self._seen: list[Process | None] = [None] * SLOTS
         self._looked: list[tuple[float, int, int, bool]] = [(0.0, 0, 0, False)] * SLOTS
 
@@ -299,29 +299,38 @@ class Ledger:
     @property
     def changes(self) -> int:
         """Grows whenever a process takes a slot or gives one back."""
-        return self._words[CHANGES]
+        return self.words[CHANGES]
 
     def close(self) -> None:
         """Unmap the file."""
         with self._lock:
-            self._words.release()
+            self.words.release()
             self._map.close()
 
     def age(self, slot: int) -> float:
         """Seconds since the owner of `slot` has last said that what is there is so."""
-        return max(0.0, time.monotonic() - self._words[(HEADER_SIZE + slot * SLOT_SIZE) // 8 + 6] / 1e9)
+        return max(0.0, time.monotonic() - self.words[(HEADER_SIZE + slot * SLOT_SIZE) // 8 + 6] / 1e9)
+
+    def sequence_place(self, slot: int) -> int:
+        """Index of the word that changes with everything in `slot` but claims and their age."""
+        return (HEADER_SIZE + slot * SLOT_SIZE) // 8
+
+    def claim_place(self, slot: int, device: str) -> int:
+        """Index of the word that holds what the owner of `slot` claims on `device`.
+
+        While it has never claimed anything there: of a word that is 0 until it claims something on a device that is new.
+        """
+        words, digest = self.words, _digest(device)
+        first = (HEADER_SIZE + slot * SLOT_SIZE + SLOT_HEAD.size) // 8
+        for at in range(first, first + 2 * DEVICES, 2):
+            if words[at] in (0, digest):
+                return at + 1
+        return first + 2 * DEVICES - 1
 
     def claimed(self, slot: int, device: str) -> int:
         """What the owner of `slot` claims on `device` now."""
-        words, digest = self._words, _digest(device)
-        first = (HEADER_SIZE + slot * SLOT_SIZE + SLOT_HEAD.size) // 8
-        for at in range(first, first + 2 * DEVICES, 2):
-            found = words[at]
-            if found == digest:
-                return words[at + 1]
-            if not found:
-                break
-        return 0
+        at = self.claim_place(slot, device)
+        return self.words[at] if self.words[at - 1] == _digest(device) else 0
 
     def take(self, name: str, address: str = "", *, family: int = 0) -> Slot | None:
         """A slot for this process, with its name for people, where its endpoint listens, and which family it belongs to.
@@ -330,7 +339,7 @@ class Ledger:
         """
         pid = os.getpid()
         start = process_start(pid) or 0
-        words = self._words
+        words = self.words
         with self.lock():
             for i in range(SLOTS):
                 at = (HEADER_SIZE + i * SLOT_SIZE) // 8
@@ -359,8 +368,8 @@ class Ledger:
 
     def read(self, slot: int, exact: bool = False) -> Process | None:
         """The process in `slot`; None when there is none or it has ended."""
-        words = self._words
-        at = (HEADER_SIZE + slot * SLOT_SIZE) // 8
+        words = self.words
+        at = self.sequence_place(slot)
         pid = words[at + 1]
         if not pid:
             return None
@@ -424,6 +433,7 @@ class Slot:
     def __init__(self, ledger: Ledger, index: int, pid: int, start: int):
         self.index = index
         self._ledger = ledger
+        self._at = ledger.sequence_place(index)
         self._pid, self._start = pid, start
         self._lock = threading.Lock()
         self._report = Report()
@@ -433,7 +443,7 @@ class Slot:
 
     def confirm(self) -> None:
         """Say that what is written is still so. One word: nobody has to read the slot again."""
-        self._ledger._words[self._at + 6] = time.monotonic_ns()
+        self._ledger.words[self._at + 6] = time.monotonic_ns()
 
     def publish(self, report: Report) -> None:
         """Write what this process holds. Nothing is written if nothing but the time has changed.
@@ -449,7 +459,7 @@ class Slot:
 
         Raises ValueError for a seventeenth device.
         """
-        words, digest = self._ledger._words, _digest(device)
+        words, digest = self._ledger.words, _digest(device)
         first = self._at + SLOT_HEAD.size // 8
         with self._lock:
             for at in range(first, first + 2 * DEVICES, 2):
@@ -465,7 +475,7 @@ class Slot:
         with self._lock:
             if busy != self._busy or prompt:
                 self._busy = busy
-                prompts = self._ledger._words[self._at + 5] + prompt
+                prompts = self._ledger.words[self._at + 5] + prompt
                 self._write(4 * 8, struct.pack("<2Q", BUSY if busy else 0, prompts))
 
     def capture(self, device: str, capturing: bool) -> None:
@@ -477,15 +487,12 @@ class Slot:
     def close(self) -> None:
         """Give the slot back."""
         with self._lock:
-            words = self._ledger._words
+            words = self._ledger.words
             with self._ledger.lock():
                 if words[self._at + 1] == self._pid and words[self._at + 2] == self._start:
                     words[self._at + 1] = 0
+                    words[self._at] = (words[self._at] | 1) + 1     # whoever has read it looks again
                     words[CHANGES] += 1
-
-    @property
-    def _at(self) -> int:
-        return (HEADER_SIZE + self.index * SLOT_SIZE) // 8
 
     def _publish(self) -> None:
         devices: Sequence[DeviceReport] = self._report.devices
@@ -506,7 +513,7 @@ class Slot:
         self._write(6 * 8, struct.pack("<Q", time.monotonic_ns()) + body, table)
 
     def _write(self, offset: int, data: bytes, table: bytes = b"") -> None:
-        words, at = self._ledger._words, self._at
+        words, at = self._ledger.words, self._at
         first = HEADER_SIZE + self.index * SLOT_SIZE
         sequence = words[at] | 1
         words[at] = sequence

@@ -25,7 +25,7 @@ SIGN_OF_LIFE = 0.25       # seconds beyond its patience after which a process th
 ENDING = 0.25             # seconds that a process may take to end once it has closed its connections
 SILENT_SECONDS = 1.0      # for which a silent process is not asked again; doubles up to
 SILENT_LIMIT = 30.0
-REFRESH = 0.1             # seconds after which the age of a figure is worked out anew
+REFRESH = 0.05            # seconds after which it is looked anew whether a process lives, and how old its figures are
 RESCAN = 0.5              # seconds after which the ledger is looked through even if nobody has come or gone
 
 BUSY = Receipt(outcome=Outcome.BUSY)
@@ -68,7 +68,9 @@ class PeerProcess(ProcessMemoryProvider):
         self._capture, self._tell = capture, tell
         self._lock = threading.Lock()
         self._client: Client | None = None
-        self._last: dict[str, tuple[DeviceUsage, DeviceUsage, float]] = {}
+        self._sequence = ledger.sequence_place(process.slot)
+        self._usages: dict[str, tuple[int, int, int, float, DeviceUsage]] = {}
+        self._offers: dict[str, tuple[int, float, tuple[Candidate, ...]]] = {}
         self._silent_until = 0.0
         self._silences = 0
         self._complained = False
@@ -87,23 +89,37 @@ class PeerProcess(ProcessMemoryProvider):
     # counting
 
     def usage(self, device: str) -> DeviceUsage:
+        # Every look at free memory comes through here: what has not changed since the last time is given again.
+        words = self._ledger.words
+        last = self._usages.get(device)
+        if last is not None and words[self._sequence] == last[0] and words[last[1]] == last[2] and time.monotonic() < last[3]:
+            return last[4]
+        place = self._ledger.claim_place(self.slot, device)
+        claimed_word = words[place]
+        until = time.monotonic() + REFRESH
         process = self.process()
         if process is None:
             return HELD_BY_THE_DEAD
         report = process.devices.get(device)
-        written = report.usage if report is not None else HELD[process.busy] if process.settled else UNKNOWN
-        claimed = self._ledger.claimed(self.slot, device)
-        now = time.monotonic()
-        last = self._last.get(device)
-        if last is None or last[0] is not written or now - last[2] > REFRESH or last[1].claimed != claimed:
-            usage = dataclasses.replace(written, age=self._ledger.age(self.slot), claimed=claimed)
-            last = self._last[device] = (written, usage, now)
-        return last[1] if process.settled else dataclasses.replace(last[1], busy=True)
+        usage = report.usage if report is not None else HELD[process.busy] if process.settled else UNKNOWN
+        usage = dataclasses.replace(usage, age=self._ledger.age(self.slot), claimed=self._ledger.claimed(self.slot, device))
+        if not process.settled:
+            return dataclasses.replace(usage, busy=True)
+        self._usages[device] = process.sequence, place, claimed_word, until, usage
+        return usage
 
     def candidates(self, device: str) -> Sequence[Candidate]:
+        last = self._offers.get(device)
+        if last is not None and self._ledger.words[self._sequence] == last[0] and time.monotonic() < last[1]:
+            return last[2]
+        until = time.monotonic() + REFRESH
         process = self.process()
-        report = None if process is None or not process.settled else process.devices.get(device)
-        return () if report is None else report.candidates
+        if process is None or not process.settled:
+            return ()
+        report = process.devices.get(device)
+        offers = () if report is None else report.candidates
+        self._offers[device] = process.sequence, until, offers
+        return offers
 
     def ram(self) -> RamUsage:
         process = self.process()

@@ -324,7 +324,7 @@ class Process:
         return "holding"
 
     def now_half(self):
-        self.runtime.ledger._words[self.runtime.slot._at] |= 1
+        self.runtime.ledger.words[self.runtime.slot._at] |= 1
         return "half"
 
     def now_books(self):

@@ -49,10 +49,10 @@ def child_holds(pipe, folder, resident):
             slot.claim("cuda:1", 9 * MB)
         elif order == "half":
             # The state in which SIGKILL or SIGSTOP in the middle of a writing leaves the slot.
-            ledger._words[slot._at] |= 1
-            ledger._words[slot._at + BODY // 8 + 8] = 12345
+            ledger.words[slot._at] |= 1
+            ledger.words[slot._at + BODY // 8 + 8] = 12345
         elif order == "whole":
-            ledger._words[slot._at] += 1
+            ledger.words[slot._at] += 1
         elif order == "lock":
             with ledger.lock():
                 pipe.send("locked")
@@ -233,7 +233,7 @@ def test_stopped_in_the_middle_of_writing_its_last_word_counts_as_busy(ledger, t
 
 def test_a_pid_that_was_given_again_is_another_process(ledger):
     slot = ledger.take("me")
-    words = ledger._words
+    words = ledger.words
     words[slot._at + 2] += 1        # the same pid, started at another time
     assert ledger.read(slot.index, exact=True) is None
 
@@ -295,8 +295,8 @@ def test_random_bytes_in_the_slots_are_no_processes_and_no_crash(tmp_path):
     made._map[first:first + 8 * SLOT_SIZE] = os.urandom(8 * SLOT_SIZE)
     # One with a live owner: everything but its name and address is noise.
     at = first // 8
-    made._words[at] = 8
-    made._words[at + 1], made._words[at + 2] = os.getpid(), process_start(os.getpid())
+    made.words[at] = 8
+    made.words[at + 1], made.words[at + 2] = os.getpid(), process_start(os.getpid())
     processes = list(made.processes())
     assert [p.pid for p in processes] == [os.getpid()]
     assert len(processes[0].devices) <= DEVICES
