@@ -323,12 +323,13 @@ def test_two_workers_run_at_the_same_time(make, tmp_path):
 
 @pytest.mark.row(39)
 @pytest.mark.parametrize("swallow", [False, True])
-def test_an_interrupt_ends_the_call_and_not_the_worker(make, swallow):
+def test_an_interrupt_ends_the_call_and_not_the_worker(make, tmp_path, swallow):
     """B045, B047, B048."""
+    began = str(tmp_path / "began")
     worker = make(grace=SECONDS)
     pid = ask(worker, "about")["pid"]
-    future, other = worker.call("steps", {"swallow": swallow}, prompt="one"), worker.call("echo", 1, prompt="two")
-    until(lambda: worker.state is host.State.BUSY)
+    future, other = worker.call("steps", {"began": began, "swallow": swallow}, prompt="one"), worker.call("echo", 1, prompt="two")
+    until((tmp_path / "began").exists)
     worker.interrupt("one")
     with pytest.raises(BaseException) as caught:
         future.result(SECONDS)
@@ -341,13 +342,27 @@ def test_an_interrupt_ends_the_call_and_not_the_worker(make, swallow):
 
 
 @pytest.mark.row(39)
-def test_an_interrupt_of_another_prompt_does_nothing(make):
+def test_an_interrupt_of_another_prompt_does_nothing(make, tmp_path):
     worker = make()
-    future = worker.call("steps", {}, prompt="one")
+    future = worker.call("stubborn", {"began": str(tmp_path / "began"), "end": str(tmp_path / "end")}, prompt="one")
+    until((tmp_path / "began").exists)
     host.interrupt("other")
+    (tmp_path / "end").touch()
+    assert future.result(SECONDS).body == "a result that nobody wants"
+    assert ask(worker, "interrupted", prompt="two") is False
+
+
+@pytest.mark.row(39)
+def test_an_interrupt_that_no_one_took_does_not_reach_the_next_prompt(make, tmp_path):
+    worker = make(grace=SECONDS)
+    future = worker.call("stubborn", {"began": str(tmp_path / "began"), "end": str(tmp_path / "end")}, prompt="one")
+    until((tmp_path / "began").exists)
     host.interrupt("one")
-    with pytest.raises(BaseException):
+    (tmp_path / "end").touch()
+    with pytest.raises(BaseException) as caught:
         future.result(SECONDS)
+    assert shown(caught.value) == "comfy.model_management.InterruptProcessingException"
+    assert ask(worker, "interrupted", prompt="two") is False
     assert worker.starts == 1
 
 
@@ -440,7 +455,7 @@ import time
 workers = [host.Worker(host.Spec(name, entry="zoo", grace=2.0)) for name in ("one", "two")]
 for w in workers:
     w.call("echo").result(30)
-    w.call("steps", {})
+    w.call("steps", {"began": os.path.join(os.getcwd(), w.name)})
 print(*[w.pid for w in workers], flush=True)
 try:
     time.sleep(60)
@@ -517,7 +532,7 @@ def test_an_idle_worker_is_ended_and_the_next_call_starts_it_again(make):
 
 def test_a_worker_in_use_is_not_idle(make, tmp_path):
     worker = make(idle_seconds=0.3)
-    future = worker.call("steps", {}, prompt="one")     # twelve seconds
+    future = worker.call("steps", {"began": str(tmp_path / "began")}, prompt="one")     # twelve seconds
     time.sleep(1.5)
     assert worker.state is host.State.BUSY
     worker.interrupt("one")

@@ -114,6 +114,7 @@ def die(body):
 @job
 def steps(body):
     """Works in steps that can be interrupted; `swallow` takes no notice."""
+    open(body["began"], "w").close()
     for _ in range(600):
         time.sleep(0.02)
         try:
@@ -124,6 +125,21 @@ def steps(body):
             if not body.get("swallow"):
                 raise
             return "a result that nobody wants"
+
+
+@job
+def stubborn(body):
+    """Never asks whether it was interrupted."""
+    open(body["began"], "w").close()
+    while not os.path.exists(body["end"]):
+        time.sleep(0.01)
+    return "a result that nobody wants"
+
+
+@job
+def interrupted(body):
+    """Whether there is an interrupt that nobody has taken."""
+    return management.flag.is_set()
 
 
 @job
