@@ -56,8 +56,8 @@ class State(Enum):
 @dataclass(frozen=True)
 class Spec:
     """What a worker is. `packs`: plain data for its own side. `entry`: the module that is its own side: ``prestartup(context)`` is
-    called there before torch is imported, ``load(context)`` when the core nodes are there, and what that gives is the body of
-    `Worker.ready`. `python`: another environment's. Sizes in bytes, times in seconds."""
+    called there before torch is imported, ``before_nodes(context)`` after that, ``load(context)`` when the core nodes are there; what
+    that gives is what `Worker.start` answers. All three may be missing. `python`: another environment's. Sizes in bytes, times in seconds."""
     name: str
     packs: tuple[Mapping[str, Any], ...] = ()
     entry: str = ""
