@@ -7,7 +7,6 @@ Needs no ComfyUI and no torch. With no provider a consult may take 300 ns.
 
 import argparse
 import json
-import statistics
 import sys
 import timeit
 import types
@@ -47,16 +46,15 @@ class Peer(ProcessMemoryProvider):
 
 
 def nanoseconds(call: Callable[[], Any], number: int) -> float:
-    """Median over rounds of what one call takes, without the loop around it."""
-    empty = min(timeit.repeat(lambda: None, number=number, repeat=5))
-    rounds = timeit.repeat(call, number=number, repeat=9)
-    return max(0.0, statistics.median(rounds) - empty) / number * 1e9
+    """What one call takes in the quietest round (other work on the machine only ever adds), without the loop around it."""
+    empty = min(timeit.repeat(lambda: None, number=number, repeat=9))
+    return max(0.0, min(timeit.repeat(call, number=number, repeat=15)) - empty) / number * 1e9
 
 
 def without_providers() -> dict[str, float]:
     def nothing() -> None:
         pass
-    bare = nanoseconds(nothing, 200_000)
+    bare = nanoseconds(nothing, 50_000)
     consults: dict[str, Callable[[], Any]] = {
         "candidates": lambda: process_memory.candidates(CARD, [], 1, False),
         "asked": lambda: process_memory.asked(ENTRY),
@@ -70,10 +68,10 @@ def without_providers() -> dict[str, float]:
         "release_caches": process_memory.release_caches,
         "make_room": lambda: process_memory.make_room(CARD, 1),
     }
-    found = {name: nanoseconds(call, 200_000) for name, call in consults.items()}
+    found = {name: nanoseconds(call, 50_000) for name, call in consults.items()}
     for name, decorate in (("admitting", process_memory.admitting), ("everywhere", process_memory.everywhere),
                            ("with_processes", process_memory.with_processes)):
-        found[name] = max(0.0, nanoseconds(decorate(nothing), 200_000) - bare)
+        found[name] = max(0.0, nanoseconds(decorate(nothing), 50_000) - bare)
     return found
 
 
