@@ -1,6 +1,7 @@
 """A pack that loads and changes models: what it gives out stays in its process."""
 
 import os
+import time
 
 import comfy.sd
 import folder_paths
@@ -38,19 +39,22 @@ class ZooShiftModel:
 
 
 class ZooWho:
-    """The process that its pack runs in."""
+    """The process that its pack runs in, and when it had it for itself."""
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {"seed": ("INT", {"default": 0})}, "optional": {"anything": ("*",)}}
+        return {"required": {"seed": ("INT", {"default": 0})}, "optional": {"anything": ("*",), "seconds": ("FLOAT", {"default": 0.0})}}
 
     RETURN_TYPES = ("INT",)
     FUNCTION = "who"
     OUTPUT_NODE = True
     CATEGORY = "zoo"
 
-    def who(self, seed, anything=None):
-        return {"ui": {"pid": [os.getpid()], "kind": [type(anything).__name__]}, "result": (os.getpid(),)}
+    def who(self, seed, anything=None, seconds=0.0):
+        begun = time.time()
+        while time.time() - begun < seconds:
+            pass
+        return {"ui": {"pid": [os.getpid()], "kind": [type(anything).__name__], "span": [[begun, time.time()]]}, "result": (os.getpid(),)}
 
 
 NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (ZooLoadCheckpoint, ZooShiftModel, ZooWho)}

@@ -1,0 +1,161 @@
+"""What workers hold on the card and in RAM: seen, given back by /free and by nodes, and by ending a worker that is idle."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from comfy_multiproc.testing import CardSettings, read_card, workflows
+from comfy_multiproc.testing.workflows import Graph, out
+
+MIB = 1 << 20
+SOON = 30.0
+
+
+@pytest.fixture(scope="module")
+def server(serve, fork_tree):
+    return serve(fork_tree, ["--isolate", "zoo_loader", "--isolate", "zoo_nodes"], packs=("zoo_loader", "zoo_nodes", "zoo_idle"),
+                 card=CardSettings(size=400 * MIB))
+
+
+def eventually(condition):
+    deadline = time.monotonic() + SOON
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def worker(server, pack):
+    return next(pack_ for pack_ in server.get("/system_stats")["packs"] if pack_["name"] == pack)
+
+
+def on_card(server):
+    """Bytes of live tensors on the card, by pid."""
+    return {process.pid: process.allocated for process in read_card(server.card_path).processes}
+
+
+def isolated_checkpoint(seed=1):
+    graph = workflows.txt2img_sd3()
+    graph["ckpt"]["class_type"] = "ZooLoadCheckpoint"
+    graph["sampler"]["inputs"]["seed"] = seed
+    return graph
+
+
+def one(kind, **inputs):
+    graph = Graph()
+    graph.add("n", kind, **inputs)
+    return graph
+
+
+@pytest.mark.row(9)
+@pytest.mark.row(21)
+def test_free_reaches_models_and_memories_of_workers(server):
+    graph = isolated_checkpoint()
+    graph.add("count", "ZooCounted", value=1, again=1)
+    assert server.run(graph).ok
+    pid = worker(server, "zoo_loader")["pid"]
+    assert on_card(server)[pid] > 5 * MIB and not on_card(server).get(server.pid)
+    server.post("/free", {"unload_models": True, "free_memory": True})
+    assert eventually(lambda: not on_card(server).get(pid))
+    graph["count"]["inputs"]["again"] = 2
+    assert server.run(graph).outputs["count"]["runs"] == [1]       # the instance was forgotten too
+
+
+@pytest.mark.row(41)
+def test_system_stats_lists_the_workers(server):
+    assert server.run(isolated_checkpoint(5)).ok
+    pid = worker(server, "zoo_loader")["pid"]
+    stats = server.get("/system_stats")
+    row = next(row for row in stats["processes"] if row["pid"] == pid)
+    assert row["devices"][0]["vram"] > 5 * MIB and "zoo_loader" in row["name"]
+
+
+def test_a_worker_that_was_killed_is_replaced_and_its_cached_objects_are_made_again(server):
+    first = server.run(isolated_checkpoint(7))
+    os.kill(worker(server, "zoo_loader")["pid"], signal.SIGKILL)
+    graph = isolated_checkpoint(8)
+    assert eventually(lambda: worker(server, "zoo_loader")["state"] == "stopped")
+    second = server.run(graph)
+    assert first.ok and second.ok, second.error
+    assert second.images != first.images and server.run(isolated_checkpoint(7)).images == first.images
+
+
+def test_independent_nodes_of_different_workers_run_at_the_same_time(server):
+    seed = time.time_ns() % 10 ** 6
+    graph = Graph()
+    graph.add("a", "ZooWho", seed=seed, seconds=1.0)
+    graph.add("b", "ZooBusy", seed=seed, seconds=1.0)
+    server.run(graph)       # so that no start is measured
+    graph["a"]["inputs"]["seed"] = graph["b"]["inputs"]["seed"] = seed + 1
+    result = server.run(graph)
+    assert result.ok, result.error
+    (a0, a1), (b0, b1) = result.outputs["a"]["span"][0], result.outputs["b"]["span"][0]
+    assert max(a0, b0) < min(a1, b1)
+
+
+@pytest.mark.row(27)
+def test_an_idle_worker_ends_and_its_results_stay(server):
+    seed = time.time_ns() % 50
+    graph = one("ZooIdleImage", seed=seed)
+    graph.add("mean", "ZooMean", image=out("n"), seed=1)
+    first = server.run(graph)
+    pid = first.outputs["n"]["pid"][0]
+    # Whatever earlier prompts left in it is let go with the executor's cache.
+    server.post("/free", {"free_memory": True})
+    graph["n"]["inputs"]["seed"] = seed + 1
+    first = server.run(graph)
+    assert eventually(lambda: worker(server, "zoo_idle")["state"] == "stopped")
+    graph["mean"]["inputs"]["seed"] = 2
+    second = server.run(graph)
+    assert second.ok and second.outputs["mean"]["mean"] == pytest.approx([(seed + 1) / 100])
+    assert worker(server, "zoo_idle")["state"] == "stopped"       # the cached image did not need it
+    graph["n"]["inputs"]["seed"] = seed + 2
+    third = server.run(graph)
+    assert third.ok and third.outputs["n"]["pid"][0] not in (pid, None)
+
+
+def test_a_worker_whose_objects_are_in_use_is_not_ended(server):
+    graph = one("ZooIdle", seed=time.time_ns() % 50)
+    graph.add("use", "ZooIdleUse", thing=out("n", 1), seed=1)
+    first = server.run(graph)
+    assert first.ok, first.error
+    pid = first.outputs["use"]["pid"][0]
+    assert eventually(lambda: "objects in it are in use" in server.log())
+    graph["use"]["inputs"]["seed"] = 2
+    second = server.run(graph)
+    assert second.outputs["use"] == {"class": ["Object"], "pid": [pid]}
+
+
+# the nodes for workflow authors
+
+def test_a_checkpoint_in_a_named_worker(server):
+    graph = workflows.txt2img_sd3()
+    native = server.run(graph)
+    graph["ckpt"] = {"class_type": "MultiprocLoadCheckpoint", "inputs": {"ckpt_name": graph["ckpt"]["inputs"]["ckpt_name"], "worker": "mine"}}
+    graph.add("look", "MultiprocMemory", after=out("decode"))
+    graph.add("see", "PreviewImage", images=out("look", 1))
+    result = server.run(graph)
+    assert result.ok, result.error
+    assert result.images[0] == native.images[0] or native.images[0] in result.images
+    assert "worker mine" in result.outputs["look"]["text"][0]
+
+
+def test_a_name_that_is_none_is_refused(server):
+    from comfy_multiproc.testing.server import ServerError
+    with pytest.raises(ServerError, match="letters, digits"):
+        graph = workflows.txt2img_sd3()
+        graph["ckpt"] = {"class_type": "MultiprocLoadCheckpoint", "inputs": {"ckpt_name": "tiny_sd3.safetensors", "worker": "../x"}}
+        server.run(graph)
+
+
+def test_releasing_workers(server):
+    assert server.run(isolated_checkpoint(11)).ok
+    pid = worker(server, "zoo_loader")["pid"]
+    result = server.run(one("MultiprocRelease", worker="zoo_loader", what="models"))
+    assert result.ok and not on_card(server).get(pid)
+    result = server.run(one("MultiprocRelease", worker="all workers", what="process"))
+    assert f"(pid {pid}) was ended" in result.outputs["n"]["text"][0]
+    assert server.run(isolated_checkpoint(12)).ok and worker(server, "zoo_loader")["pid"] != pid
