@@ -12,7 +12,7 @@ import sys
 import weakref
 from typing import Any
 
-from comfy.process_memory import devices
+from comfy.process_memory import devices, scratch
 from comfy.process_memory.figures import manager, own_bytes
 from comfy.process_memory.own import all_devices
 from comfy.process_memory.provider import Candidate, DeviceUsage, Kind, RamUsage
@@ -24,6 +24,7 @@ CACHE_ID = "0"
 
 _ids: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _next_id = itertools.count(1)
+_left: set[int] = set()     # ids of entries that an earlier node of the prompt has used
 
 
 def candidate_id(loaded: Any) -> str:
@@ -33,6 +34,21 @@ def candidate_id(loaded: Any) -> str:
     if number is None:
         number = _ids[patcher] = next(_next_id)
     return str(number)
+
+
+def node_began() -> None:
+    """A node begins: what earlier ones have used it does not use, until it loads it."""
+    _left.update(id(loaded) for loaded in manager().current_loaded_models if loaded.currently_used)
+
+
+def memory_managed() -> None:
+    """ComfyUI's memory management has been at work: its own marks say what is in use."""
+    _left.clear()
+
+
+def in_use(loaded: Any) -> bool:
+    """Whether the running node uses an entry of ``current_loaded_models``."""
+    return bool(loaded.currently_used) and id(loaded) not in _left
 
 
 def report(busy: bool) -> Report:
@@ -57,12 +73,12 @@ def device_report(device: Any, loaded_models: list[Any], busy: bool) -> DeviceRe
         patcher = loaded.model
         held, size = int(patcher.loaded_size()), int(patcher.model_size())
         dynamic = bool(patcher.is_dynamic())
-        in_use = busy and loaded.currently_used
+        used = busy and in_use(loaded)
         candidates.append(Candidate(id=candidate_id(loaded), name=type(patcher.model).__name__, resident=held, size=size,
-                                    refs=refs, in_use=in_use, dynamic=dynamic))
+                                    refs=refs, in_use=used, dynamic=dynamic))
         resident += held
         committed += size
-        idle += 0 if in_use else held
+        idle += 0 if used else held
         weights += int(getattr(patcher.model, "model_loaded_weight_memory", held)) if dynamic else held
     reserved, live = allocator(device)
     cached = None if reserved is None or live is None else max(0, reserved - live)
@@ -104,7 +120,8 @@ def footprint(device: Any) -> int:
 
 def ram() -> RamUsage:
     """What this process holds in host memory. ComfyUI counts all that is page-locked in one number."""
-    return RamUsage(resident=resident_set(), pinned=max(0, int(getattr(manager(), "TOTAL_PINNED_MEMORY", 0))), registered=0)
+    return RamUsage(resident=resident_set(), pinned=max(0, int(getattr(manager(), "TOTAL_PINNED_MEMORY", 0))), registered=0,
+                    backups=scratch.backups())
 
 
 def resident_set() -> int:

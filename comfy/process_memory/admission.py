@@ -15,10 +15,13 @@ from typing import Any, TypeVar
 
 from comfy import process_memory
 
-from . import arithmetic, claims, devices, registry
+from . import arithmetic, claims, devices, registry, turns
 from .figures import manager, others, own_bytes
 
 Result = TypeVar("Result")
+
+ROUNDING = 1.1
+"""By what load_models_gpu multiplies the weights when it makes room for them."""
 
 SETTLE_INTERVAL = 0.05
 """Seconds between two looks at how much of a node's claim has appeared."""
@@ -98,6 +101,7 @@ def admit(needed: Mapping[Any, float], beyond: float) -> None:
         load.need[place] = load.need.get(place, 0) + arithmetic.clamp(size, total)
         load.weights[place] = load.need[place]
         load.beyond[place] = max(load.beyond.get(place, 0), arithmetic.clamp(beyond, total))
+        turns.wait(device, place, arithmetic.clamp(size * ROUNDING + max(beyond, manager().minimum_inference_memory()), total))
         _claim(device, place)
 
 
@@ -177,6 +181,16 @@ def settle(place: str) -> None:
     if size is not None:
         claim.left = arithmetic.still_to_come(claim.size, claim.base, size)
         _lower(place)
+
+
+def add(place: str, size: int) -> None:
+    """Claim `size` more bytes, until :func:`lower`. Called with the device's lock held."""
+    _set(place, claims.current.own(place) + size)
+
+
+def lower(place: str) -> None:
+    """Claim no more than what running loads and the running node still need."""
+    _lower(place)
 
 
 def _running() -> _Load | None:

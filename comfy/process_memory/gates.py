@@ -137,6 +137,13 @@ def _patchers(result: Any) -> Iterator[Any]:
             yield patcher
 
 
+def mean(patcher: Any) -> None:
+    """A model has been built for the device of `patcher`."""
+    if admission.active():
+        _count(patcher)
+        settle()
+
+
 def _count(patcher: Any) -> None:
     place = devices.key(patcher.load_device)
     if place is not None:

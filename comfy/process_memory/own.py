@@ -18,8 +18,9 @@ name = "ComfyUI"
 def usage(device: Any) -> DeviceUsage:
     """What this process holds on a ``torch.device``.
 
-    `fixed` and `scratch` are unknown: ComfyUI keeps no books on them.
+    `fixed` is unknown: ComfyUI keeps no books on it.
     """
+    from . import scratch
     resident = committed = idle = 0
     for model in loaded_models(device):
         size = int(model.model_loaded_memory())
@@ -31,14 +32,16 @@ def usage(device: Any) -> DeviceUsage:
     cached = None if given_out is None else max(0, reserved - given_out)
     place = devices.key(device)
     return DeviceUsage(resident=resident, cached=cached, claimed=0 if place is None else claims.current.own(place),
-                       committed=committed, reclaimable=idle + (cached or 0), busy=admission.node_running())
+                       scratch=scratch.on_device(device), committed=committed, reclaimable=idle + (cached or 0), busy=admission.node_running())
 
 
 def ram() -> RamUsage:
     """What this process holds in host memory."""
     import psutil
+
+    from . import scratch
     return RamUsage(resident=psutil.Process(os.getpid()).memory_info().rss,
-                    pinned=int(getattr(manager(), "TOTAL_PINNED_MEMORY", 0)))
+                    pinned=int(getattr(manager(), "TOTAL_PINNED_MEMORY", 0)), backups=scratch.backups())
 
 
 def loaded_models(device: Any) -> list[Any]:

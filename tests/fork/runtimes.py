@@ -128,3 +128,12 @@ def pin(model, nbytes, active=False):
 def pinned():
     import comfy.model_management as mm
     return [mm.TOTAL_PINNED_MEMORY, len(mm.PINNED_MEMORY)]
+
+
+# what others see
+
+def seen(device="cpu:0"):
+    """What this process reads of each other one: name -> (weights, scratch, claimed, backups) in bytes."""
+    from comfy.process_memory import registry
+    ram = {entry: held for entry, held, _ in registry.count("ram")}
+    return {entry.name: [usage.resident, usage.scratch, usage.claimed, ram[entry].backups] for entry, usage, _ in registry.count("usage", device)}

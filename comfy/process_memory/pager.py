@@ -1,0 +1,58 @@
+"""The headroom of aimdo's pager, which evicts the pages of this process only: what others are about to take of the card.
+
+The pager sees how full the card is, and not what another process has been admitted for. While somebody has, this process
+leaves what others hold and have claimed, and the reserve, by its own accord.
+"""
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+from . import devices, own, registry
+from .figures import STALE, manager
+
+_forwarded: int | None = None
+
+
+def leave_headroom() -> None:
+    """Tell the pager what it must leave. Called between nodes and before a load; nothing is told unless it has changed."""
+    global _forwarded
+    if not registry.entries and _forwarded is None:
+        return
+    mm = manager()
+    control = sys.modules.get("comfy_aimdo.control")
+    if control is None or not mm.comfy.memory_management.aimdo_enabled:
+        return
+    size = max((_others(device) for device in own.all_devices()), default=0)
+    wanted = int(mm.extra_reserved_memory() + size)
+    if (size or _forwarded is not None) and wanted != _forwarded and forward(control, wanted, mm.args):
+        _forwarded = wanted
+
+
+def forward(control: Any, size: int, args: Any) -> bool:
+    """Set the headroom in aimdo, in the way of its version, and nothing else; False where it has none to set."""
+    setter = getattr(control, "set_simple_vram_headroom", None)
+    if setter is not None:
+        setter(size)
+        return True
+    known = inspect.signature(control.init).parameters
+    if "simple_vram_headroom" not in known:
+        return False
+    # Once it is initialised, init() only sets what it is given, and the source of pressure whether given or not.
+    more = {"nvml_pressure": not getattr(args, "disable_nvml_pressure", False)} if "nvml_pressure" in known else {}
+    control.init(simple_vram_headroom=size, **more)
+    return True
+
+
+def _others(device: Any) -> int:
+    """What others hold and have claimed of a device, if they have claimed anything; else the pager sees all there is to see."""
+    place = devices.key(device)
+    if place is None:
+        return 0
+    claimed = held = 0
+    for entry, usage, age in registry.count("usage", place):
+        if usage is not None and age <= STALE and not entry.gone:
+            claimed += usage.claimed or 0
+            held += sum(size or 0 for size in (usage.resident, usage.cached, usage.fixed, usage.scratch))
+    return claimed + held if claimed else 0

@@ -1,0 +1,101 @@
+"""What a process holds beside models: cast buffers, weights cached for hooks, originals of patched weights, copies for other GPUs.
+
+None of it is in the list of loaded models. It is summed here when somebody asks, each storage once, from ComfyUI's own books.
+"""
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from . import gates, own, ram, registry
+from .figures import manager
+
+_counters: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()    # MemoryCounter -> device
+_backups: tuple[float, int] = (float("-inf"), 0)
+
+
+def on_device(device: Any) -> int:
+    """Bytes of cast buffers and cached hook weights on `device`."""
+    mm = manager()
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in list(getattr(mm, "STREAM_CAST_BUFFERS", {}).values()) if buffer.device == device)
+    paged = sum(int(buffer.size()) for buffer in list(getattr(mm, "STREAM_AIMDO_CAST_BUFFERS", {}).values())
+                if getattr(buffer, "device", None) == device.index)
+    return buffers + paged + _once(tensor for tensor in _hook_weights() if tensor.device == device)
+
+
+def backups() -> int:
+    """Bytes of host memory in originals of patched weights, a second ago at most; what is put back as it is, or belongs to the
+    pages of a model file, is no copy."""
+    global _backups
+    now = time.monotonic()
+    if now - _backups[0] > 1.0:
+        _backups = now, _count_backups()
+    return _backups[1]
+
+
+def _count_backups() -> int:
+    kept = []
+    for patcher in _patchers():
+        for entry in list(getattr(patcher, "backup", {}).values()):
+            if getattr(entry, "inplace_update", True):      # else it is the very tensor that is put back
+                kept.append(getattr(entry, "weight", entry))
+    kept += _hook_weights()
+    return _once(tensor for tensor in kept if getattr(getattr(tensor, "device", None), "type", "") == "cpu" and tensor.device.index is None
+                 and not _mapped(tensor))
+
+
+def counted(counter: Any, device: Any) -> None:
+    """A MemoryCounter has been made from what was free on `device`."""
+    if registry.entries and counter is not None:
+        _counters[counter] = device
+
+
+def recount(counter: Any) -> None:
+    """Before a MemoryCounter is spent: never more than what is free by now, whoever else has taken some."""
+    device = _counters.get(counter) if registry.entries else None
+    if device is not None:
+        counter.value = min(counter.value, manager().get_free_memory(device))
+
+
+def copying(patcher: Any) -> None:
+    """The weights of `patcher` are about to be loaded a second time, for another GPU: have peers make room in host memory."""
+    if registry.entries:
+        ram.admit(patcher.model_size())
+
+
+def copied(patcher: Any) -> None:
+    """They are meant for its device."""
+    gates.mean(patcher)
+
+
+def _patchers() -> list[Any]:
+    found = {}
+    for device in own.all_devices():
+        for entry in own.loaded_models(device):
+            patcher = entry.model
+            if patcher is not None:
+                found[id(getattr(patcher, "backup", patcher))] = patcher    # clones share the dictionary
+    return list(found.values())
+
+
+def _hook_weights() -> Iterable[Any]:
+    for patcher in _patchers():
+        for tensor, *_ in list(getattr(patcher, "hook_backup", {}).values()):
+            yield tensor
+        for weights in list(getattr(patcher, "cached_hook_patches", {}).values()):
+            for tensor, *_ in list(weights.values()):
+                yield tensor
+
+
+def _once(tensors: Iterable[Any]) -> int:
+    sizes = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def _mapped(tensor: Any) -> bool:
+    return getattr(tensor.untyped_storage(), "_comfy_tensor_mmap_refs", None) is not None
