@@ -16,7 +16,7 @@ from comfy.process_memory.figures import manager
 from comfy.process_memory.own import all_devices, loaded_models
 from comfy.process_memory.provider import NOTHING, Outcome, Receipt
 
-from .publish import CACHE_ID, allocator, candidate_id, footprint, resident_set
+from .publish import CACHE_ID, allocator, candidate_id, footprint, in_use, resident_set
 from .safepoint import Ask, Moment
 
 EVERYTHING = 1 << 62
@@ -56,7 +56,7 @@ def release(ask: Ask, moment: Moment) -> Receipt | Moment:
             return NOTHING
     elif ask.candidate == CACHE_ID:
         models = []
-    spared = [m for m in models if moment == Moment.STEP and m.currently_used]
+    spared = [m for m in models if moment == Moment.STEP and in_use(m)]
     models = [m for m in models if all(m is not s for s in spared)]
     if spared and not models:
         return Moment.BOUNDARY

@@ -16,7 +16,8 @@ Layout. All words are 64-bit little-endian, aligned and written whole; all sizes
                5  prompts run so far    6 when last confirmed, nanoseconds of time.monotonic()    7 devices that follow
                8  RAM: resident   9 pinned   10 registered   11 backups   12 outputs
               13  family: processes that belong to one server have the same
-           14-15  not used
+              14  waiting: 1 while a load waits for others to be done with what they use; one word, as a claim
+              15  not used
                   then name (64 bytes), address of the endpoint (192 bytes), 16 claims, 16 devices
     claim      0  digest of the device's key; 0: not used, nor any after it    1  what is claimed there
                Not under the sequence: a claim is one word, and whoever reads it must have the newest, whatever else its
@@ -81,6 +82,7 @@ KINDS = (Kind.MODEL, Kind.CACHE, Kind.PINS)
 LOCK_SECONDS = 10.0       # the lock is held for arithmetic only; this long means that its holder is stopped
 LOOK_AGAIN = 0.05         # seconds for which a process that was seen alive is taken to be so
 READ_TRIES = 20
+WAITING = 14              # index of a slot's word
 CHANGES = 5               # index of the header's word
 
 
@@ -477,6 +479,10 @@ class Slot:
                 self._busy = busy
                 prompts = self._ledger.words[self._at + 5] + prompt
                 self._write(4 * 8, struct.pack("<2Q", BUSY if busy else 0, prompts))
+
+    def waiting(self, waiting: bool) -> None:
+        """Write whether a load waits for others. One word, as a claim."""
+        self._ledger.words[self._at + WAITING] = waiting
 
     def capture(self, device: str, capturing: bool) -> None:
         """Write whether a graph is being captured on `device`."""

@@ -14,11 +14,14 @@ from comfy.process_memory.provider import (NOTHING, Candidate, DeviceUsage, Outc
                                            ReleaseRequest)
 
 from .channel import ChannelError, Client, Message
-from .ledger import Ledger, Process
+from .ledger import WAITING, Ledger, Process
 from .liveness import alive, stopped
 
 PATIENCE = 1.0
 """Seconds to wait for a busy process to come to a safe point."""
+
+FAMILY_PATIENCE = 300.0
+"""Seconds that a load waits for a process of the same server to be done with its node: they work on the same prompts."""
 
 MARGIN = 0.05             # a request ends this long before its deadline, so that its receipt is still in time
 SIGN_OF_LIFE = 0.25       # seconds beyond its patience after which a process that has said nothing is silent
@@ -66,6 +69,7 @@ class PeerProcess(ProcessMemoryProvider):
         self._name = process.name
         self._ledger, self._key, self._patience = ledger, key, patience
         self._capture, self._tell = capture, tell
+        self.patience = 0.0 if tell is None else FAMILY_PATIENCE
         self._lock = threading.Lock()
         self._client: Client | None = None
         self._sequence = ledger.sequence_place(process.slot)
@@ -120,6 +124,9 @@ class PeerProcess(ProcessMemoryProvider):
         offers = () if report is None else report.candidates
         self._offers[device] = process.sequence, until, offers
         return offers
+
+    def waiting(self) -> bool:
+        return bool(self._ledger.words[self._sequence + WAITING]) and self.process() is not None
 
     def ram(self) -> RamUsage:
         process = self.process()

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -27,7 +28,7 @@ from .giveback import give_back
 from .ledger import SLOTS, Ledger, LedgerError, Process, Slot
 from .liveness import alive, process_start
 from .peer import PATIENCE, PeerProcess, Peers, Teller
-from .publish import report
+from .publish import memory_managed, node_began, report
 from .safepoint import Ask, Inbox, Moment, waits_until
 
 HOUSEKEEPING = 0.5      # seconds between two looks at who has come or gone; also how often an idle process confirms its books
@@ -140,6 +141,8 @@ class Runtime:
 
     def before_node(self) -> None:
         self._serve(Moment.BOUNDARY)
+        node_began()
+        self.changed()
         self._serve_while_awaiting()
 
     def after_node(self) -> None:
@@ -149,7 +152,22 @@ class Runtime:
     def step(self) -> None:
         self._serve(Moment.STEP)
 
+    def waiting(self, seconds: float) -> None:
+        if not self.inbox.on_execution_thread():
+            time.sleep(seconds)
+            return
+        if self.slot is not None:
+            self.slot.waiting(seconds > 0)
+        # load_models_gpu has shut the inbox; whoever it waits for may be waiting for what is in this process.
+        self.inbox.opened()
+        try:
+            time.sleep(seconds)
+            self._serve(Moment.STEP)
+        finally:
+            self.inbox.closed()
+
     def closed(self) -> None:
+        memory_managed()
         self.inbox.closed()
 
     def opened(self) -> None:

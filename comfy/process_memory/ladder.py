@@ -20,6 +20,10 @@ from .figures import manager
 patience = 1.0
 """Seconds that one shortfall may wait, in all, for peers that are busy."""
 
+AGAIN = 0.02
+"""Seconds after which a busy peer is asked again, doubled each time: it says so at once while its own memory
+management is at work."""
+
 _here = threading.local()
 
 
@@ -80,13 +84,17 @@ class Shortfall:
     def ask_busy(self) -> None:
         """Ask for what is not in use, however busy its holder, until it is enough or patience is at its end."""
         deadline = time.monotonic() + patience
-        self.left_out.clear()
+        again = AGAIN
         while (missing := self.missing()) and time.monotonic() < deadline:
-            peers = [peer for peer in self.busy() if peer.entry not in self.left_out]
+            self.left_out.clear()
+            peers = self.busy()
             chosen = arithmetic.enough(peers, (peer.candidate.resident for peer in peers), missing)
             if not chosen:
                 return
             self._ask(chosen, missing, deadline)
+            if self.left_out:
+                time.sleep(min(again, max(0.0, deadline - time.monotonic())))
+                again *= 2
 
     def _ask(self, peers: Sequence[Peer], missing: int, deadline: float) -> None:
         requests = []

@@ -33,6 +33,9 @@ class Handler(Protocol):
     def step(self) -> None:
         """In the middle of a node, where it can be interrupted. Called for every operation: must be cheap. Any thread."""
 
+    def waiting(self, seconds: float) -> None:
+        """A load waits for its turn, for so many seconds; 0.0: the wait is over. Nothing is half done."""
+
     def closed(self) -> None:
         """Memory management is at work from now on: nothing may be given back. Any thread; nests."""
 
@@ -71,6 +74,11 @@ def after_node() -> None:
 def step() -> None:
     if handler is not None:
         handler.step()
+
+
+def waiting(seconds: float) -> None:
+    if handler is not None:
+        handler.waiting(seconds)
 
 
 def no_safe_point(function: Function) -> Function:

@@ -142,6 +142,11 @@ class ProcessMemoryProvider(ABC):
     """
 
     api_version: tuple[int, int] = API_VERSION
+    patience: float = 0.0
+    """Seconds that a load may wait for this process to be done with what it uses, rather than go on without room.
+
+    For processes that work on the same prompts, where going on would fail what works in one process; 0 for all others.
+    """
     inline_counting: bool = False
     """True promises that counting takes microseconds and no lock that anything slow is done under. Core then counts
     on its own thread; without the promise it does so on a helper thread, which it can walk away from."""
@@ -166,6 +171,10 @@ class ProcessMemoryProvider(ABC):
     def ram(self) -> RamUsage:
         """What it holds in host memory."""
         return RamUsage()
+
+    def waiting(self) -> bool:
+        """Whether a load of that process is waiting for others to be done with what they use."""
+        return False
 
     # asking
 

@@ -215,7 +215,7 @@ def test_busy_is_never_taken_for_freed_and_its_holder_is_not_pestered(card):
     W.release = lambda request: answers.append(request.candidate) or Receipt(outcome=Outcome.BUSY, freed=300)
     climb(card, 600)
     assert other.models == {"C": 0}
-    assert answers == ["A", "A"], "once in its turn, and once more at the end, when it may have reached a safe point"
+    assert set(answers) == {"A"} and 2 <= len(answers) <= 9, "once in its turn, and at the end now and then until patience is over"
 
 
 def test_a_peer_that_dies_in_the_middle_is_gone_and_the_load_goes_on(card):

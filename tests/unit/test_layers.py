@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 STANDARD = sys.stdlib_module_names
-COMMAND_LINE = {"fork", "testing", "commands", "doctor.py", "environment.py", "launch.py", "console.py", "__main__.py"}
+COMMAND_LINE = {"fork", "testing", "demo", "commands", "doctor.py", "environment.py", "launch.py", "console.py", "__main__.py"}
 
 
 def modules(folder: str) -> list[Path]:

@@ -1,0 +1,1 @@
+"""The demonstration behind ``up --demo``: real servers and workers on one small card, with and without the series."""

@@ -1,0 +1,104 @@
+"""What every process holds on the card over time, and who asked whom for memory."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+INTERVAL = 0.01
+ASKED = re.compile(r"Process memory: asked (?P<whom>.+?) for (?P<what>.+?): (?P<outcome>\w+|no answer), (?P<size>\d+) MB")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Bytes on the card at a moment, by process id; `claimed` are bytes admitted and not allocated yet."""
+    at: float
+    held: Mapping[int, int]
+    claimed: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something worth a mark on the timeline."""
+    at: float
+    kind: str       # "step" (of the demonstration), "release", "refused" (no room was given), "out of memory"
+    text: str
+
+
+@dataclass
+class Recording:
+    """One run. Times are seconds since its beginning."""
+    size: int
+    samples: list[Sample] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)
+    peak: int = 0
+    refusals: int = 0
+
+    @property
+    def length(self) -> float:
+        return self.samples[-1].at if self.samples else 0.0
+
+    def releases(self) -> list[Event]:
+        return [event for event in self.events if event.kind == "release"]
+
+
+class Recorder:
+    """Samples in a thread from entering to leaving. `read` gives (held, claimed, names) by process id; `logs` are followed."""
+
+    def __init__(self, size: int, read: Callable[[], tuple[dict[int, int], dict[int, int], dict[int, str]]], logs: Mapping[str, Path]):
+        self.recording = Recording(size)
+        self._read = read
+        self._logs = {name: [path, 0] for name, path in logs.items()}
+        self._began = time.monotonic()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="demo recorder", daemon=True)
+
+    def __enter__(self) -> Recorder:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join(10)
+
+    def mark(self, kind: str, text: str) -> None:
+        """Put a mark at this moment."""
+        self.recording.events.append(Event(time.monotonic() - self._began, kind, text))
+
+    def _run(self) -> None:
+        while not self._stop.wait(INTERVAL):
+            self._sample()
+        self._sample()
+
+    def _sample(self) -> None:
+        held, claimed, names = self._read()
+        now = time.monotonic() - self._began
+        self.recording.names.update(names)
+        last = self.recording.samples[-1] if self.recording.samples else None
+        if last is None or (last.held, last.claimed) != (held, claimed):
+            if last is not None:
+                self.recording.samples.append(Sample(now, last.held, last.claimed))
+            self.recording.samples.append(Sample(now, held, claimed))
+        for name, entry in self._logs.items():
+            self._follow(name, entry, now)
+
+    def _follow(self, name: str, entry: list, now: float) -> None:
+        path, position = entry
+        try:
+            with path.open("rb") as log:
+                log.seek(position)
+                data = log.read()
+        except OSError:
+            return
+        whole = data.rfind(b"\n") + 1
+        entry[1] = position + whole
+        for line in data[:whole].decode("utf-8", "replace").splitlines():
+            if asked := ASKED.search(line):
+                who = line[1:line.index("]")] if line.startswith("[") and "]" in line and not line.startswith("[DEBUG") else name
+                kind = "release" if asked["outcome"] == "freed" else "refused"
+                self.recording.events.append(Event(now, kind, f"{who} asked {asked['whom']} for {asked['what']}: {asked['size']} MB {asked['outcome']}"))
