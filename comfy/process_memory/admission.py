@@ -23,11 +23,15 @@ Result = TypeVar("Result")
 ROUNDING = 1.1
 """By what load_models_gpu multiplies the weights when it makes room for them."""
 
+LOADING_INTERVAL = 0.02
+"""Seconds between two looks at how much of a model has arrived."""
+
 SETTLE_INTERVAL = 0.05
 """Seconds between two looks at how much of a node's claim has appeared."""
 
 _here = threading.local()
 _lock = threading.Lock()
+_setting = threading.RLock()    # the settling thread lowers what the execution thread raises
 
 
 class _Load:
@@ -39,7 +43,19 @@ class _Load:
         self.weights: dict[str, int] = {}     # device -> weights still to come, as budgeted
         self.beyond: dict[str, int] = {}      # device -> what the caller needs beyond weights
         self.devices: dict[str, Any] = {}
-        self.coming: tuple[str, int] | None = None   # the model that is being loaded
+        self.coming: _Coming | None = None    # the model that is being loaded
+
+
+class _Coming:
+    """A model on its way to a device."""
+
+    def __init__(self, device: Any, place: str, offloaded: int, size: int, later: int) -> None:
+        self.device = device
+        self.place = place
+        self.offloaded = offloaded            # what of it was not there
+        self.size = size                      # what of it is budgeted to come
+        self.later = later                    # weights of the same load that come after it
+        self.base = own_bytes(device)
 
 
 class _NodeClaim:
@@ -53,6 +69,38 @@ class _NodeClaim:
         self.looked = 0.0
 
 
+class _Settler:
+    """Lowers the claims of loads as their bytes appear, on a thread of its own that sleeps while nothing is loaded.
+
+    Otherwise what has arrived would count twice for others, on the device and as claimed, until the whole model is there.
+    """
+
+    def __init__(self) -> None:
+        self._loading = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def watch(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="process memory: settling", daemon=True)
+            self._thread.start()
+        self._loading.set()
+
+    def _run(self) -> None:
+        while self._loading.wait():
+            self._loading.clear()
+            if _loads:
+                self._loading.set()
+            with _lock:
+                coming = [(load, load.coming) for load in _loads if load.coming is not None]
+            for load, model in coming:
+                size = None if model.base is None else own_bytes(model.device)
+                if size is not None and load.coming is model:
+                    load.weights[model.place] = arithmetic.still_to_come(model.size, model.base, size) + model.later
+                    _lower(model.place)
+            time.sleep(LOADING_INTERVAL)
+
+
+_settler = _Settler()
 _loads: set[_Load] = set()
 _node: dict[str, _NodeClaim] = {}
 _nodes_running = 0
@@ -74,6 +122,7 @@ def admitting(load_models_gpu: Callable[..., Result]) -> Callable[..., Result]:
             running = _here.load = _Load()
             with _lock:
                 _loads.add(running)
+            _settler.watch()
         running.depth += 1
         try:
             return load_models_gpu(*args, **kwargs)
@@ -126,8 +175,9 @@ def budget(loaded_model: Any, size: float) -> float:
         contended = others(loaded_model.device, place) > 0
         granted = arithmetic.granted_budget(size, offloaded, available, spare, contended)
         coming = offloaded if granted == arithmetic.FULL else arithmetic.clamp(granted, offloaded)
-        load.coming = (place, offloaded)
-        load.weights[place] = coming + max(0, load.need.get(place, 0) - offloaded)
+        later = max(0, load.need.get(place, 0) - offloaded)
+        load.coming = _Coming(loaded_model.device, place, offloaded, coming, later)
+        load.weights[place] = coming + later
         if held:
             _write(place, available)
         else:
@@ -140,10 +190,10 @@ def loaded() -> None:
     load = _running()
     if load is None or load.coming is None:
         return
-    (place, offloaded), load.coming = load.coming, None
-    load.need[place] = max(0, load.need.get(place, 0) - offloaded)
-    load.weights[place] = load.need[place]
-    _lower(place)
+    arrived, load.coming = load.coming, None
+    load.need[arrived.place] = max(0, load.need.get(arrived.place, 0) - arrived.offloaded)
+    load.weights[arrived.place] = load.need[arrived.place]
+    _lower(arrived.place)
     process_memory.changed()
 
 
@@ -185,7 +235,8 @@ def settle(place: str) -> None:
 
 def add(place: str, size: int) -> None:
     """Claim `size` more bytes, until :func:`lower`. Called with the device's lock held."""
-    _set(place, claims.current.own(place) + size)
+    with _setting:
+        _set(place, claims.current.own(place) + size)
 
 
 def lower(place: str) -> None:
@@ -225,12 +276,14 @@ def _claim(device: Any, place: str) -> None:
 
 
 def _write(place: str, available: float) -> None:
-    _set(place, arithmetic.granted_claim(_wanted(place), available))
+    with _setting:
+        _set(place, arithmetic.granted_claim(_wanted(place), available))
 
 
 def _lower(place: str) -> None:
-    # Lowering needs no lock: what others read meanwhile is too much, never too little.
-    _set(place, arithmetic.granted_claim(_wanted(place), claims.current.own(place)))
+    # Lowering needs no lock across processes: what others read meanwhile is too much, never too little.
+    with _setting:
+        _set(place, arithmetic.granted_claim(_wanted(place), claims.current.own(place)))
 
 
 def _set(place: str, size: int) -> None:

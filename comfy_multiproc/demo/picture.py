@@ -9,7 +9,7 @@ from .recorder import Recording, Sample
 COLOURS = ["#4878d0", "#ee854a", "#6acc64", "#956cb4", "#d65f5f", "#8c613c"]
 BARS = " ▁▂▃▄▅▆▇█"
 MIB = 1 << 20
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 1400, 380, 90, 46, 24, 84
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 1400, 420, 90, 46, 24, 124
 
 
 def draw(recordings: dict[str, Recording], path: Path) -> None:
@@ -46,7 +46,7 @@ def _panel(canvas, top: int, title: str, recording: Recording, font, small) -> N
                 base += size
         claimed = sum(before.claimed.values())
         if claimed:
-            canvas.rectangle([x(before.at), y(base + claimed), max(x(before.at) + 1, x(after.at)), y(base)], outline="#555555", fill="#dddddd")
+            canvas.rectangle([x(before.at), max(upper, y(base + claimed)), max(x(before.at) + 1, x(after.at)), y(base)], fill="#c8c8c8")
     canvas.line([left, y(recording.size), right, y(recording.size)], fill="#c00000", width=2)
     canvas.text((right - 130, y(recording.size) - 16), "size of the card", fill="#c00000", font=small)
     for share in (0, 0.25, 0.5, 0.75, 1):
@@ -55,29 +55,23 @@ def _panel(canvas, top: int, title: str, recording: Recording, font, small) -> N
     steps = [event for event in recording.events if event.kind == "step"]
     for number, event in enumerate(steps):
         canvas.line([x(event.at), upper, x(event.at), lower + 4], fill="#999999")
-        canvas.text((x(event.at) + 2, lower + 4 + 13 * (number % 2)), event.text, fill="#333333", font=small)
+        canvas.text((min(x(event.at) + 2, right - canvas.textlength(event.text, font=small)), lower + 4 + 13 * (number % 5)), event.text, fill="#333333", font=small)
     for event in recording.events:
         if event.kind == "release":
             canvas.polygon([(x(event.at) - 5, upper - 12), (x(event.at) + 5, upper - 12), (x(event.at), upper - 3)], fill="#007a33")
         elif event.kind == "out of memory":
-            canvas.text((x(event.at) - 4, upper - 16), "✕" if _has(font, "✕") else "X", fill="#c00000", font=font)
+            canvas.line([x(event.at) - 5, upper - 14, x(event.at) + 5, upper - 4], fill="#c00000", width=3)
+            canvas.line([x(event.at) - 5, upper - 4, x(event.at) + 5, upper - 14], fill="#c00000", width=3)
     place = left
     for pid in order:
-        canvas.rectangle([place, lower + 42, place + 12, lower + 54], fill=COLOURS[order.index(pid) % len(COLOURS)])
+        canvas.rectangle([place, lower + 76, place + 12, lower + 88], fill=COLOURS[order.index(pid) % len(COLOURS)])
         text = f"{recording.names[pid]} ({pid})"
-        canvas.text((place + 17, lower + 41), text, fill="black", font=small)
+        canvas.text((place + 17, lower + 75), text, fill="black", font=small)
         place += 40 + int(canvas.textlength(text, font=small))
-    for colour, text in (("#dddddd", "claimed"), ("#007a33", "released for another process"), ("#c00000", "X out of memory")):
-        canvas.rectangle([place, lower + 42, place + 12, lower + 54], fill=colour)
-        canvas.text((place + 17, lower + 41), text, fill="black", font=small)
+    for colour, text in (("#c8c8c8", "claimed"), ("#007a33", "released for another process"), ("#c00000", "out of memory")):
+        canvas.rectangle([place, lower + 76, place + 12, lower + 88], fill=colour)
+        canvas.text((place + 17, lower + 75), text, fill="black", font=small)
         place += 40 + int(canvas.textlength(text, font=small))
-
-
-def _has(font, character: str) -> bool:
-    try:
-        return font.getmask(character).getbbox() is not None
-    except (UnicodeError, OSError):
-        return False
 
 
 def text(recording: Recording, columns: int = 72) -> list[str]:
