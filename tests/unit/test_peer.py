@@ -9,10 +9,13 @@ from contextlib import contextmanager
 import pytest
 
 from comfy.process_memory import Outcome
+from comfy_multiproc.channel import auth_key
 from comfy_multiproc.ledger import Ledger
+from comfy_multiproc.peer import PeerProcess
+from comfy_multiproc.testing import check_provider
 from comfy_multiproc.testing.card.capacity import CapacityFile, read_card
 from tests.unit.processes import SECONDS, children, context
-from tests.unit.small import MB, process
+from tests.unit.small import KEY, MB, process
 
 CARD = 1000 * MB
 
@@ -176,6 +179,22 @@ def test_both_ask_each_other_at_once_and_both_are_answered(tmp_path):
             assert used(tmp_path) <= CARD
         assert a.call(("books",))["ooms"] + b.call(("books",))["ooms"] == 0
         assert a.call(("books",))["claimed"] == b.call(("books",))["claimed"] == 0
+
+
+def test_a_peer_keeps_the_rules_of_a_provider(tmp_path):
+    said = []
+    with running(tmp_path, "a") as [a]:
+        ledger = Ledger(tmp_path / "run")
+        with ledger.lock():
+            key = auth_key(ledger.folder)
+
+        def make():
+            a.call(("load", "Unet", 100 * MB))
+            [written] = ledger.processes()
+            return PeerProcess(ledger, written, key)
+        check_provider(make, device=KEY, close=PeerProcess.close, say=said.append)
+        ledger.close()
+    assert said
 
 
 # death and silence
