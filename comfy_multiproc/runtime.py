@@ -239,8 +239,7 @@ class Runtime:
             self.changed()
 
     def _serve(self, moment: Moment) -> None:
-        if self.inbox.serve(moment):
-            self.changed()
+        self.inbox.serve(moment)
 
     def _work(self, ask: Ask, moment: Moment) -> Receipt | Moment:
         done = give_back(ask, moment, self._executor)
