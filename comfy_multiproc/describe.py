@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.util
 import inspect
 import logging
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from .edits import Snapshot
-from .interface import encode
+from .interface import Files, encode
 
 METHODS = ("IS_CHANGED", "VALIDATE_INPUTS", "check_lazy_status")
 METHODS_V3 = ("fingerprint_inputs", "validate_inputs", "check_lazy_status")
@@ -135,13 +137,36 @@ def describe(name: str, cls: Any, types: set[str]) -> dict[str, Any]:
 
 
 def input_types(cls: Any, types: set[str]) -> dict[str, Any]:
-    """What the class says of its inputs now; ``error`` and its text where it fails."""
+    """What the class says of its inputs now; ``inputs_error`` and its text where it fails."""
+    describing.now = True
     try:
         if not is_v3(cls):
             return {"inputs": encode(cls.INPUT_TYPES(), types)}
         return {"inputs": encode(cls.INPUT_TYPES(), types), "info": encode(cls.GET_NODE_INFO_V1(), types)}
     except Exception as error:
         return {"inputs_error": f"{type(error).__name__}: {error}"}
+    finally:
+        describing.now = False
+
+
+class Describing(threading.local):
+    """Whether this thread is asking a class for its inputs."""
+    now = False
+
+
+describing = Describing()
+
+
+def remember_file_lists() -> None:
+    """From now on, lists of files that classes name as their inputs say which folder they are of. Before packs are imported."""
+    import folder_paths
+    original = folder_paths.get_filename_list
+
+    @functools.wraps(original)
+    def get_filename_list(folder_name: str) -> list[str]:
+        files = original(folder_name)
+        return Files(files, folder_name) if describing.now else files
+    folder_paths.get_filename_list = get_filename_list
 
 
 def methods_of(cls: Any, v3: bool) -> dict[str, Any]:

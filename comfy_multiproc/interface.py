@@ -7,7 +7,7 @@ kept by what they do: type names that equal others, dictionaries that claim to h
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 PROBE = "comfy_multiproc probe"     # no type and no input is called so
@@ -56,6 +56,27 @@ class OpenTuple(tuple):
         return tuple.__getitem__(self, index)
 
 
+class Files(list):
+    """The files of one of ComfyUI's model folders, with what a pack has put around them: looked up again wherever it is decoded."""
+
+    def __init__(self, files: Iterable[Any], folder: str, before: Iterable[Any] = (), after: Iterable[Any] = ()):
+        self.folder, self.before, self.after = folder, list(before), list(after)
+        super().__init__([*self.before, *files, *self.after])
+
+    def _files(self) -> list[Any]:
+        return list(self)[len(self.before):len(self) - len(self.after)]
+
+    def __add__(self, other: Any) -> Any:
+        return Files(self._files(), self.folder, self.before, [*self.after, *other]) if isinstance(other, list) else NotImplemented
+
+    def __radd__(self, other: Any) -> Any:
+        return Files(self._files(), self.folder, [*other, *self.before], self.after) if isinstance(other, list) else NotImplemented
+
+
+file_list: Callable[[str], list[str]] | None = None
+"""Gives the files of a model folder of this process; None, or an exception of it: the files of the process that was described."""
+
+
 class Opaque:
     """Stands for a value that cannot be described. Whoever needs it as data fails, as on the original."""
 
@@ -90,6 +111,9 @@ def encode(value: Any, types: Iterable[str] = (), depth: int = 0) -> Any:
         if found:
             data["beyond"] = encode(beyond, types, depth + 1)
         return data
+    if isinstance(value, Files) and len(value) >= len(value.before) + len(value.after):
+        return {"files": value.folder, **{part: [encode(v, types, depth + 1) for v in items] for part, items in
+                                          (("before", value.before), ("now", value._files()), ("after", value.after))}}
     if isinstance(value, list):
         return [encode(v, types, depth + 1) for v in value]
     if isinstance(value, (set, frozenset)):
@@ -130,6 +154,8 @@ def decode(data: Any, depth: int = 0) -> Any:
                 name = TypeName(text)
                 name.equal, name.same = (None if names is None else frozenset(names) for names in (equal, same))
                 return name
+            case {"files": str(folder), "before": list(before), "now": list(now), "after": list(after)}:
+                return [*decode(before, depth + 1), *(files_of(folder) or decode(now, depth + 1)), *decode(after, depth + 1)]
             case {"int": str(text)}:
                 return int(text, 16)
             case {"float": str(text)}:
@@ -147,6 +173,15 @@ def decode(data: Any, depth: int = 0) -> Any:
     except (TypeError, ValueError) as error:
         raise InterfaceError(f"{error} in {str(data)[:200]}") from error
     raise InterfaceError(f"unknown form {str(data)[:200]}")
+
+
+def files_of(folder: str) -> list[str]:
+    if file_list is None:
+        return []
+    try:
+        return file_list(folder)
+    except Exception:
+        return []       # a folder that only the pack's process knows
 
 
 def with_beyond(kind: Any, items: Any, data: dict[str, Any], depth: int) -> Any:

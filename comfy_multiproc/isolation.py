@@ -250,7 +250,10 @@ def runs_prestartup(script: str) -> bool:
 def begin(packs: list[Pack]) -> Isolation:
     """Isolate packs from now on."""
     global current
-    from . import calls
+    import folder_paths
+
+    from . import calls, interface
+    interface.file_list = folder_paths.get_filename_list
     current = Isolation(packs)
     calls.current = calls.Calls(current.station_of, current.stations, current.forget)
     return current

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import functools
 import logging
 import os
 import socket
 import threading
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +44,13 @@ class NodeServer:
         link.on("drop", lambda r: self.nodes.drop(r.body))
         link.on("forget", lambda r: self.nodes.forget(r.body))
         for kind, function in (("ask", self._ask), ("inputs", self._inputs), ("on_prompt", self._on_prompt), ("http", self._http)):
-            link.on(kind, lambda r, f=function: self.service.submit(_answer(r, f)))
+            link.on(kind, functools.partial(self._aside, function))
 
     def install(self) -> None:
         """Be where core nodes and packs look for the server and for progress bars. After torch, before any node."""
         standin.install(self.server)
         progress.Reporter(self.tell).install()
+        describe.remember_file_lists()
 
     def load(self) -> dict[str, Any]:
         """Load the packs and be ready for calls; gives what the host needs to know of them, as JSON."""
@@ -85,6 +88,9 @@ class NodeServer:
         return self.codec.decode(answer.body, answer.take_fds())
 
     # for the host
+
+    def _aside(self, function: Callable[[Request], Coroutine[Any, Any, None]], request: Request) -> None:
+        self.service.submit(_answer(request, function))
 
     def _node(self, request: Request) -> Any:
         call = Call.of(request.body["call"])

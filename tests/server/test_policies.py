@@ -1,6 +1,5 @@
 """Packs that cannot be isolated, restarts of a worker, and the executor without a cache: what happens is said, never silent."""
 
-import json
 import os
 import signal
 import time
@@ -21,7 +20,7 @@ with open({log!r}, "a") as file:
 class {name}:
     @classmethod
     def INPUT_TYPES(cls):
-        return {{"required": {{"seed": ("INT", {{"default": 0}})}}}}
+        return {{"required": {{"seed": ("INT", {{"default": 0}})}}, "optional": {{"file": (["none"] + folder_paths.get_filename_list("loras"),)}}}}
 
     RETURN_TYPES = ()
     FUNCTION = "run"
@@ -85,7 +84,13 @@ def test_an_isolated_pack_is_imported_once_for_each_start_of_its_worker(server, 
     deadline = time.monotonic() + 30
     while packs(server)["good"]["state"] != "stopped" and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert json.dumps(server.get("/object_info/Good"))      # known without the worker, and without starting it
+    new = server.home / "models" / "loras" / "zoo_new.safetensors"
+    try:
+        new.touch()
+        files = server.get("/object_info/Good")["Good"]["input"]["optional"]["file"][0]
+    finally:
+        new.unlink()
+    assert files[0] == "none" and "zoo_new.safetensors" in files      # known without the worker, and without starting it
     assert packs(server)["good"]["state"] == "stopped"
     second = server.run(one("Good", seed=2)).outputs["n"]["pid"][0]
     lines = [int(line.split()[1]) for line in imports.read_text().splitlines() if line.startswith("Good")]

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from comfy_multiproc.interface import InterfaceError, Opaque, decode, encode
+from comfy_multiproc import interface
+from comfy_multiproc.interface import Files, InterfaceError, Opaque, decode, encode
 
 
 def crossed(value, types=()):
@@ -82,6 +83,16 @@ def test_a_tuple_without_an_end():
     assert len(there) == 1 and not there[50] != "MODEL"
     with pytest.raises(IndexError):
         crossed(("A",))[50]
+
+
+def test_lists_of_files_are_looked_up_where_they_arrive(monkeypatch):
+    described = {"required": {"name": (["none"] + Files(["old"], "loras") + ["other"],), "plain": (Files(["old"], "unknown"),)}}
+    assert described["required"]["name"][0] == ["none", "old", "other"]
+    assert crossed(described)["required"]["name"] == (["none", "old", "other"],)
+    monkeypatch.setattr(interface, "file_list", {"loras": ["new", "old"]}.__getitem__)
+    there = crossed(described)["required"]
+    assert there["name"] == (["none", "new", "old", "other"],) and there["plain"] == (["old"],)
+    assert type(there["name"][0]) is list
 
 
 def test_what_cannot_be_described_fails_where_the_original_would():
