@@ -24,12 +24,44 @@ from comfy_multiproc.channel import auth_key  # noqa: E402
 from comfy_multiproc.claims import LedgerClaims  # noqa: E402
 from comfy_multiproc.ledger import DeviceReport, Ledger, Report  # noqa: E402
 from comfy_multiproc.peer import PeerProcess  # noqa: E402
-from comfy_multiproc.testing.card.capacity import CapacityFile  # noqa: E402
+from comfy_multiproc.testing.card.capacity import CapacityFile, ProcessReading  # noqa: E402
 from tests.unit.processes import children  # noqa: E402
-from tests.unit.small import KEY, MB, process  # noqa: E402
+from tests.unit.small import KEY, MB, Process  # noqa: E402
 
 PEERS = 16
 ROUNDS = 2000
+
+
+class Card:
+    """A card that is two numbers: reading it costs nothing, so that what is measured is the asking."""
+
+    def __init__(self) -> None:
+        self.allocated = 0
+
+    def size(self, card: int) -> int:
+        return 1000 * MB
+
+    def free(self, card: int) -> int:
+        return 1000 * MB - self.allocated
+
+    def own(self, card: int) -> ProcessReading:
+        return ProcessReading(0, self.allocated, 0, 0, 0, 0)
+
+    def allocate(self, card: int, size: int) -> None:
+        self.allocated += size
+
+    def release(self, card: int, size: int) -> None:
+        self.allocated -= size
+
+    def empty_cache(self, card: int) -> None:
+        pass
+
+
+def asked(pipe: object, folder: Path, card: Path) -> None:
+    """The process that is asked."""
+    child = Process(pipe, folder, card, "peer")
+    child.mm.card = Card()
+    child.run()
 
 
 def microseconds(call: Callable[[], object], rounds: int = ROUNDS, best_of: int = 5) -> float:
@@ -97,7 +129,7 @@ def counting(folder: Path) -> dict[str, float]:
 def asking(folder: Path) -> dict[str, float]:
     """Asking an idle process for one byte, and its unloading of one."""
     CapacityFile.create(folder / "card", [1000 * MB]).close()
-    with children((process, folder / "run", folder / "card", "peer")) as [child]:
+    with children((asked, folder / "run", folder / "card")) as [child]:
         child.hear()
         ledger = Ledger(folder / "run")
         with ledger.lock():
