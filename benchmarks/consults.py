@@ -67,10 +67,25 @@ def without_providers() -> dict[str, float]:
         "node_ended": process_memory.node_ended,
         "release_caches": process_memory.release_caches,
         "make_room": lambda: process_memory.make_room(CARD, 1),
+        "reclaimable": lambda: process_memory.reclaimable(CARD),
+        "ready": lambda: process_memory.ready(MODEL, CARD, nothing),
+        "batch": lambda: process_memory.batch(MODEL, CARD, 2.0, 3, 4),
+        "room_for": lambda: process_memory.room_for(CARD, 2.0, 1.0),
+        "within": lambda: process_memory.within(CARD, 1.0),
+        "excess": process_memory.excess,
+        "free_ram": lambda: process_memory.free_ram(CARD, 1, 1),
+        "pin_shortfall": lambda: process_memory.pin_shortfall(1, 1.0),
+        "full": lambda: process_memory.full(1),
+        "weigh": lambda: process_memory.weigh([], 1.0, 1.0),
+        "hints": lambda: process_memory.hints({}, (), None),
+        "recount": lambda: process_memory.recount(MODEL),
+        "leave_headroom": process_memory.leave_headroom,
+        "captures_over": lambda: process_memory.captures_over([CARD]),
     }
     found = {name: nanoseconds(call, 50_000) for name, call in consults.items()}
     for name, decorate in (("admitting", process_memory.admitting), ("everywhere", process_memory.everywhere),
-                           ("with_processes", process_memory.with_processes)):
+                           ("with_processes", process_memory.with_processes), ("oom_site", process_memory.oom_site),
+                           ("may_capture", process_memory.may_capture)):
         found[name] = max(0.0, nanoseconds(decorate(nothing), 50_000) - bare)
     return found
 

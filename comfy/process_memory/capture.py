@@ -26,6 +26,8 @@ def may_capture(prefetch_queue_pop: Function) -> Function:
     """Decorates a function that may capture: whatever :func:`begin_capture` has begun in it ends with it."""
     @functools.wraps(prefetch_queue_pop)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if not registry.entries:
+            return prefetch_queue_pop(*args, **kwargs)
         try:
             return prefetch_queue_pop(*args, **kwargs)
         finally:
@@ -37,8 +39,9 @@ def may_capture(prefetch_queue_pop: Function) -> Function:
 def begin_capture(device: Any) -> None:
     """A graph is about to be captured on `device`."""
     place = devices.key(device) if registry.entries else None
-    if place is None or getattr(_here, "window", None) is not None:
+    if place is None:
         return
+    end_capture()   # one that failed where nobody looked: the first provider had been registered in the middle of it
     window = _here.window = ExitStack()
     for entry in registry.entries:
         if type(entry.provider).exclusive is not ProcessMemoryProvider.exclusive and entry.ready:

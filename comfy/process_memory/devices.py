@@ -35,6 +35,12 @@ def key(device: Any) -> str | None:
     return found
 
 
+def is_card(key: str) -> bool:
+    """Whether `key` names a device: claims are also made under names of their own, for host memory (``ram:...``) and for models
+    that are meant for a device (``...+meant``)."""
+    return not key.startswith("ram:") and not key.endswith("+meant")
+
+
 def name(device: Any, key: str | None) -> None:
     """Give `device` the key `key` from now on (a card that torch does not know the identity of); None takes it back."""
     place = (device.type, device.index)

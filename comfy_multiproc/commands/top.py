@@ -68,6 +68,7 @@ def look() -> list[dict[str, Any]]:
 
 def row(process: Process, ledger: Ledger) -> dict[str, Any]:
     """One process as plain data."""
+    from comfy.process_memory.devices import is_card
     age = ledger.age(process.slot)
     return {
         "pid": process.pid, "name": process.name, "age": age, "prompts": process.prompts,
@@ -80,7 +81,7 @@ def row(process: Process, ledger: Ledger) -> dict[str, Any]:
             "capturing": report.usage.capturing,
             "models": [{"name": c.name, "resident": c.resident, "size": c.size, "in_use": c.in_use, "kind": c.kind.value}
                        for c in report.candidates],
-        } for key, report in process.devices.items()],
+        } for key, report in process.devices.items() if is_card(key)],
     }
 
 
