@@ -61,8 +61,8 @@ def worker_pid(server, pack):
 
 def test_every_node_is_described_as_native(isolated, native):
     ours, theirs = isolated.get("/object_info"), native.get("/object_info")
-    assert set(ours) == set(theirs)
-    assert [name for name in ours if json.dumps(ours[name]) != json.dumps(theirs[name])] == []
+    assert set(ours) - set(theirs) == {"MultiprocMemory", "MultiprocRelease", "MultiprocLoadCheckpoint"} and set(theirs) <= set(ours)
+    assert [name for name in theirs if json.dumps(ours[name]) != json.dumps(theirs[name])] == []
 
 
 def test_one_node_is_described_as_native(isolated, native):
