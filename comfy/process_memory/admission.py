@@ -93,8 +93,8 @@ class _Settler:
             with _lock:
                 coming = [(load, load.coming) for load in _loads if load.coming is not None]
             for load, model in coming:
-                size = None if model.base is None else own_bytes(model.device)
-                if size is not None and load.coming is model:
+                size = own_bytes(model.device)
+                if size is not None and model.base is not None and load.coming is model:
                     load.weights[model.place] = arithmetic.still_to_come(model.size, model.base, size) + model.later
                     _lower(model.place)
             time.sleep(LOADING_INTERVAL)

@@ -37,7 +37,7 @@ Selected = Union[ast.stmt, ast.ExceptHandler, "Finally"]
 
 SIDES = ("start", "end", "decorate", "decorate-inner", "before", "after", "before-top", "after-top", "first", "last")
 SCOPE_SIDES = ("start", "end", "decorate", "decorate-inner")
-HEADS = {"if": ast.If, "while": ast.While, "for": (ast.For, ast.AsyncFor), "with": (ast.With, ast.AsyncWith)}
+HEADS: dict[str, type | tuple[type, ...]] = {"if": ast.If, "while": ast.While, "for": (ast.For, ast.AsyncFor), "with": (ast.With, ast.AsyncWith)}
 KINDS = ("import", "from", "assign", "call", "return", "raise", "def", "class", *HEADS, "try", "finally", "except", "oom-handler")
 BLOCKS = (*HEADS, "try", "finally", "except", "oom-handler", "def", "class")
 
@@ -199,7 +199,7 @@ def listing(source: SourceFile, nodes: list) -> str:
 def nearest(source: SourceFile, statements: list[ast.stmt], what: str) -> list[ast.stmt]:
     """Statements of the same kind, the most alike first; for the message only."""
     kind, argument = split(what)
-    shapes = {
+    shapes: dict[str, type | tuple[type, ...]] = {
         "import": ast.Import, "from": ast.ImportFrom, "assign": (ast.Assign, ast.AnnAssign), "return": ast.Return, "raise": ast.Raise,
         "def": FunctionNode, "class": ast.ClassDef, "try": ast.Try, "finally": ast.Try, "except": ast.Try, "oom-handler": ast.Try, **HEADS,
     }
@@ -275,7 +275,7 @@ def matches(node: ast.stmt, kind: str, argument: str) -> bool:
     if kind == "raise":
         return isinstance(node, ast.Raise) and (not argument or (node.exc is not None and ast.unparse(node.exc) == normal(argument)))
     if kind in ("def", "class"):
-        return isinstance(node, ast.ClassDef if kind == "class" else FunctionNode) and node.name == argument  # type: ignore[attr-defined]
+        return isinstance(node, ast.ClassDef if kind == "class" else FunctionNode) and node.name == argument
     return isinstance(node, HEADS[kind]) and normal(argument) in head(node)
 
 

@@ -2,13 +2,14 @@
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import TargetError
 
-if os.name == "nt":
+if sys.platform == "win32":
     import msvcrt
 
     def _try(handle: int) -> None:
