@@ -68,10 +68,10 @@ def sample(side):
 def test_both_conds_are_one_batch_since_the_idle_model_elsewhere_makes_room_before_the_forward(card, other, tmp_path):
     other.call("load", model="idle", nbytes=48 * MIB)
     with at_rest(other, tmp_path / "enough"):
-        forwards, needed = sample(16)
+        forwards, needed = sample(24)
     assert [conds for conds, _ in forwards] == [2]
     assert all(free >= needed for _, free in forwards)
-    assert 0 < other.call("loaded", model="idle") < 48 * MIB
+    assert other.call("loaded", model="idle") < 48 * MIB
 
 
 @pytest.mark.row(6)
@@ -79,7 +79,7 @@ def test_both_conds_are_one_batch_since_the_idle_model_elsewhere_makes_room_befo
 def test_what_a_busy_process_uses_is_not_counted(card, other, tmp_path):
     other.call("load", model="used", nbytes=48 * MIB)
     other.call("busy", value=True)
-    forwards, needed = sample(16)
+    forwards, needed = sample(24)
     assert [conds for conds, _ in forwards] == [1, 1]
     assert other.call("loaded", model="used") == 48 * MIB
 
@@ -91,7 +91,7 @@ def test_a_promise_that_is_not_kept_makes_the_batch_smaller_instead_of_running_o
     monkeypatch.setattr(ladder, "patience", 0.2)
     other.call("load", model="idle", nbytes=48 * MIB)
     # Its figures say idle, and it comes to no safe point.
-    forwards, needed = sample(16)
+    forwards, needed = sample(24)
     assert [conds for conds, _ in forwards] == [1, 1]
     assert other.call("loaded", model="idle") == 48 * MIB
 
