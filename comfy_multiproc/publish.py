@@ -36,9 +36,11 @@ def candidate_id(loaded: Any) -> str:
     return str(number)
 
 
-def node_began() -> None:
-    """A node begins: what earlier ones have used it does not use, until it loads it."""
+def node_began() -> bool:
+    """A node begins: what earlier ones have used it does not use, until it loads it. Whether that changes anything."""
+    before = len(_left)
     _left.update(id(loaded) for loaded in manager().current_loaded_models if loaded.currently_used)
+    return len(_left) != before
 
 
 def memory_managed() -> None:

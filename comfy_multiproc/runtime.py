@@ -32,6 +32,7 @@ from .publish import memory_managed, node_began, report
 from .safepoint import Ask, Inbox, Moment, waits_until
 
 HOUSEKEEPING = 0.5      # seconds between two looks at who has come or gone; also how often an idle process confirms its books
+BOUNDARY_INTERVAL = 0.02    # seconds between two writings at node boundaries at which nothing was loaded or unloaded
 KINDS = ("release", "release_pins", "release_ram", "unload", "reset")
 TEXT = 128              # characters of a name in a message
 LARGEST = 1 << 62
@@ -60,6 +61,8 @@ class Runtime:
         self._loop: asyncio.AbstractEventLoop | None = None     # of the running prompt
         self._called = False                                    # whether it has a call of ours to come
         self._dirty = False
+        self._published = 0.0
+        self._behind = False            # whether a boundary has passed since then
         self._captures: dict[str, int] = {}
         self._lock = threading.Lock()
         self._checked = math.inf        # no housekeeping before everything is there
@@ -125,6 +128,8 @@ class Runtime:
     def idle(self) -> None:
         self._loop = None
         self._set_busy(False)
+        if self._behind:
+            self.changed()
         self._serve(Moment.IDLE)
         if self._sleeping is None:
             self._sleeping = ExitStack()
@@ -141,13 +146,19 @@ class Runtime:
 
     def before_node(self) -> None:
         self._serve(Moment.BOUNDARY)
-        node_began()
-        self.changed()
+        self._boundary(node_began())
         self._serve_while_awaiting()
 
     def after_node(self) -> None:
-        self.changed()
+        self._boundary(False)
         self._serve(Moment.BOUNDARY)
+
+    def _boundary(self, changed: bool) -> None:
+        """Write what this process holds, if it may have changed: a node that takes less time than that is not slowed down by it."""
+        if changed or self._dirty or time.monotonic() - self._published > BOUNDARY_INTERVAL:
+            self.changed()
+        else:
+            self._behind = True
 
     def step(self) -> None:
         self._serve(Moment.STEP)
@@ -184,6 +195,7 @@ class Runtime:
         slot = self.slot
         if slot is None:
             return
+        self._published, self._behind = time.monotonic(), False
         try:
             slot.publish(report(self._busy and self._loaded))
             slot.confirm()
@@ -235,8 +247,11 @@ class Runtime:
         changed, self._busy = busy != self._busy, busy
         if self.slot is not None and (changed or prompt):
             self.slot.busy(busy, prompt=prompt)
-        if changed or self._dirty:
+        # What is in use is on offer again, or not any more; without a load the figures are what they were.
+        if self._dirty or (changed and self._loaded):
             self.changed()
+        elif changed:
+            self._boundary(False)
 
     def _serve(self, moment: Moment) -> None:
         self.inbox.serve(moment)
