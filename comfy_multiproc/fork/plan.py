@@ -100,8 +100,12 @@ def resolve_insert(plan: Plan, root: Path, order: int, patch: str, insert: Inser
         if name not in plan.sources:
             plan.sources[name] = SourceFile(name, (root / name).read_bytes())
         source = plan.sources[name]
+        if insert.where_present and insert.anchor.scope not in source.scopes:
+            return Resolved(patch, insert, "absent")
         place = resolve(source, insert.anchor)
     except OSError as error:
+        if insert.where_present and isinstance(error, FileNotFoundError):
+            return Resolved(patch, insert, "absent")
         return Resolved(patch, insert, "error", message=f"cannot read the file: {(error.strerror or str(error)).lower()}")
     except AnchorError as error:
         return Resolved(patch, insert, "error", message=str(error))

@@ -10,6 +10,7 @@
     where = "after"
     what = "assign can_unload_sorted"
     since = "0.17.0"                       # the mechanism does not exist before; until: no longer from there on
+    where_present = true                   # for a function that is in no release yet: left out where there is no such scope
     code = "..."
 
     [[add]]
@@ -43,6 +44,7 @@ class Insert:
     code: str
     since: str = ""
     until: str = ""
+    where_present: bool = False
 
     def exists_in(self, version: str) -> bool:
         """Whether the mechanism that this hooks exists in that release."""
@@ -126,7 +128,10 @@ def read(path: Path) -> Patch:
 def read_insert(path: Path, index: int, entry: dict[str, Any]) -> Insert:
     place = f"insert {index}"
     anchor_keys = {field.name for field in fields(Anchor)}
-    known(path, place, entry, {*anchor_keys, "since", "until", "code"}, {"file", "where", "code"})
+    known(path, place, entry, {*anchor_keys, "since", "until", "where_present", "code"}, {"file", "where", "code"})
+    where_present = entry.pop("where_present", False)
+    if not isinstance(where_present, bool) or (where_present and not entry.get("scope")):
+        raise SeriesError(f"patch {path.name}, {place}: where_present is true or false, and needs a scope")
     if not all(isinstance(value, str) for value in entry.values()):
         raise SeriesError(f"patch {path.name}, {place}: every value is a string")
     anchor = Anchor(**{key: value for key, value in entry.items() if key in anchor_keys})
@@ -137,7 +142,7 @@ def read_insert(path: Path, index: int, entry: dict[str, Any]) -> Insert:
     code = entry["code"].strip("\n")
     if not code.strip():
         raise SeriesError(f"patch {path.name}, {place}: code is empty")
-    return Insert(anchor, code, entry.get("since", ""), entry.get("until", ""))
+    return Insert(anchor, code, entry.get("since", ""), entry.get("until", ""), where_present)
 
 
 def read_add(path: Path, index: int, entry: dict[str, Any]) -> Add:

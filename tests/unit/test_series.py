@@ -54,6 +54,7 @@ def test_reads_in_the_order_of_names(tmp_path):
     ("    if x:\n        hook()", "", "insert 1: code is empty"),
     ("[[insert]]", '[[add]]\npath = "comfy/nowhere"\n\n[[insert]]', "add 1: there is no comfy/nowhere"),
     ("where = \"after\"", "where = 3", "insert 1: every value is a string"),
+    ("where = \"after\"", "where = \"after\"\nwhere_present = true", "insert 1: where_present is true or false, and needs a scope"),
 ])
 def test_refuses_a_patch_file(tmp_path, old, new, message):
     assert old in GOOD
@@ -83,6 +84,14 @@ def test_plan_leaves_out_what_a_release_lacks(tmp_path):
     write(tmp_path / "p", GOOD + 'since = "0.31.0"\n')
     made = plan.make_plan(make_tree(tmp_path, a__py="x = 1\n"), "0.30.0", series.load(tmp_path / "p"))
     assert made.ok and [result.status for result in made.results] == ["absent"] and made.changed(0) == {}
+
+
+@pytest.mark.parametrize(("source", "status"), [("x = 1\n", "absent"), (None, "absent"), ("def f():\n    x = 1\n", "ok"), ("def f():\n    y = 1\n", "error")])
+def test_plan_leaves_out_what_is_in_no_release_yet(tmp_path, source, status):
+    """A scope that is not there is left out; a scope that has changed is an error."""
+    write(tmp_path / "p", GOOD + 'scope = "f"\nwhere_present = true\n')
+    made = plan.make_plan(make_tree(tmp_path, **({"a__py": source} if source else {})), "0.30.0", series.load(tmp_path / "p"))
+    assert [result.status for result in made.results] == [status]
 
 
 def test_plan_names_patch_file_function_anchor_and_release(tmp_path):
