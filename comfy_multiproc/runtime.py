@@ -28,7 +28,7 @@ from .giveback import give_back
 from .ledger import SLOTS, Ledger, LedgerError, Process, Slot
 from .liveness import alive, process_start
 from .peer import PATIENCE, PeerProcess, Peers, Teller
-from .publish import memory_managed, node_began, report
+from .publish import memory_managed, node_began, pinned, report
 from .safepoint import Ask, Inbox, Moment, waits_until
 
 HOUSEKEEPING = 0.5      # seconds between two looks at who has come or gone; also how often an idle process confirms its books
@@ -62,6 +62,7 @@ class Runtime:
         self._called = False                                    # whether it has a call of ours to come
         self._dirty = False
         self._published = 0.0
+        self._pinned = 0
         self._behind = False            # whether a boundary has passed since then
         self._captures: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -155,7 +156,8 @@ class Runtime:
 
     def _boundary(self, changed: bool) -> None:
         """Write what this process holds, if it may have changed: a node that takes less time than that is not slowed down by it."""
-        if changed or self._dirty or time.monotonic() - self._published > BOUNDARY_INTERVAL:
+        # Pins that have gone must be known at once: what is reserved and not locked is room that others may not take.
+        if changed or self._dirty or pinned() != self._pinned or time.monotonic() - self._published > BOUNDARY_INTERVAL:
             self.changed()
         else:
             self._behind = True
@@ -195,7 +197,7 @@ class Runtime:
         slot = self.slot
         if slot is None:
             return
-        self._published, self._behind = time.monotonic(), False
+        self._published, self._behind, self._pinned = time.monotonic(), False, pinned()
         try:
             slot.publish(report(self._busy and self._loaded))
             slot.confirm()
@@ -364,13 +366,17 @@ class Runtime:
                            tell=self._teller.tell if family else None)
 
     def _found(self, peer: PeerProcess) -> None:
-        logging.info("Process memory: shared with %s (pid %d)", peer.name, peer.pid)
+        logging.log(self._level(peer), "Process memory: shared with %s (pid %d)", peer.name, peer.pid)
         process_memory.register_process_memory_provider(peer)
 
     def _lost(self, peer: PeerProcess) -> None:
         process_memory.unregister_process_memory_provider(peer)
         if not self._stopped:
-            logging.info("Process memory: %s (pid %d) has ended", peer.name, peer.pid)
+            logging.log(self._level(peer), "Process memory: %s (pid %d) has ended", peer.name, peer.pid)
+
+    def _level(self, peer: PeerProcess) -> int:
+        # Each member of a family meets every other, and the server's log has them all.
+        return logging.DEBUG if self.family != 0 and peer.family == self.family else logging.INFO
 
     def _remove_litter(self) -> None:
         for path in self.ledger.folder.glob("*-*.sock"):
