@@ -99,13 +99,15 @@ class Worker:
 
     `pins`: called to learn how many objects in its process are still referred to from outside (handles); a worker with any is
     never recycled, only trimmed: its models are unloaded and its caches emptied. `on_end(worker, error)`: called, on a thread of
-    this module, whenever its process has ended, whatever the reason. Both may be set at any time.
+    this module, whenever its process has ended, whatever the reason. `on_ready(worker, said)`: likewise when a process is ready,
+    with what its side says of the packs. All may be set at any time.
     """
 
     def __init__(self, spec: Spec):
         self.spec = spec
         self.pins: Callable[[], int] = lambda: 0
         self.on_end: Callable[[Worker, BaseException], None] = lambda worker, error: None
+        self.on_ready: Callable[[Worker, Any], None] = lambda worker, said: None
         self.starts = 0
         self._handlers: dict[str, Handler] = {}
         self._lock = threading.RLock()
@@ -269,6 +271,13 @@ class Worker:
                 run.ready.set_exception(outcome)
             else:
                 run.ready.set_result(outcome)
+                _background(f"start of {self.name}", self._up, outcome.body)
+
+    def _up(self, said: Any) -> None:
+        try:
+            self.on_ready(self, said)
+        except Exception:
+            logging.exception("Worker %s: what it says of its packs could not be used", self.name)
 
     def _lost(self, run: _Run, why: str) -> BaseException:
         """On the link's thread, once: the process is gone or is to go."""

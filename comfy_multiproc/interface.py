@@ -117,7 +117,7 @@ def encode(value: Any, types: Iterable[str] = (), depth: int = 0) -> Any:
     if isinstance(value, list):
         return [encode(v, types, depth + 1) for v in value]
     if isinstance(value, (set, frozenset)):
-        return {"set": [encode(v, types, depth + 1) for v in value]}
+        return {"set": sorted((encode(v, types, depth + 1) for v in value), key=repr)}     # the same in every process
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return encode(value.item(), types, depth + 1)
     return {"opaque": f"<{type(value).__module__}.{type(value).__qualname__}>"}
@@ -130,7 +130,9 @@ def encode_name(value: str, types: Iterable[str]) -> Any:
         same = None if not value != PROBE else [name for name in types if name != text and not value != name]
     except Exception:
         return text
-    return text if equal == same == [] else {"name": text, "equal": equal, "same": same}
+    if equal == same == []:
+        return text
+    return {"name": text, "equal": equal and sorted(equal), "same": same and sorted(same)}
 
 
 def beyond_of(value: Any, key: Any) -> tuple[bool, Any]:

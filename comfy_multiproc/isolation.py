@@ -9,17 +9,26 @@ import functools
 import importlib.util
 import logging
 import os
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import pack as packs_module
+from .descriptions import Description
 from .pack import Pack, PackConfigError
+
+if TYPE_CHECKING:
+    from .proxy import Interface
 
 START = 300.0
 """Seconds that a worker may take to start and to import its packs before they count as failed."""
+
+NOTHING: dict[str, Any] = {"classes": [], "display_names": {}, "web_directories": {}, "folders": {}, "edits": []}
+"""The description of a pack that has failed."""
 
 current: Isolation | None = None
 """Set when a pack is isolated."""
@@ -34,7 +43,9 @@ class Isolation:
         self.hosted: dict[str, str] = {}        # name of a pack that could not be isolated -> why
         self.failed: dict[str, str] = {}        # name of a pack that could not be imported -> why
         self._stations: dict[str, PackStation] = {}
-        self._registered: set[str] = set()
+        self._registered: dict[str, dict[str, Any]] = {}        # what a station said when its routes were registered, by its name
+        self._known: dict[str, Description] = {}        # what a station said at an earlier start, by its name
+        self._interfaces: dict[str, Interface] = {}     # of loaded packs by their names
         self._asked = time.monotonic()
         groups: dict[str, list[Pack]] = {}
         for pack in packs:
@@ -44,7 +55,8 @@ class Isolation:
             for pack in self._fitting(members):
                 logging.debug("pack %s runs in worker %s", pack.name, name)
             if members:
-                self._stations[name] = PackStation(name, members)
+                station = self._stations[name] = PackStation(name, members)
+                station.worker.on_ready = functools.partial(self._up, station)
 
     def _fitting(self, members: list[Pack]) -> list[Pack]:
         """Take those out of a group that cannot be in it."""
@@ -61,12 +73,29 @@ class Isolation:
         return members
 
     def start(self) -> None:
-        """Start every worker, without waiting for one."""
+        """Start the workers that loading has to wait for: those whose packs have not said before what they offer."""
         for station in self._stations.values():
-            try:
-                station.worker.start()
-            except (OSError, RuntimeError) as error:
-                logging.error("Worker %s cannot be started: %s", station.name, error)
+            known = self._known[station.name] = Description(station.name, station.packs)
+            if known.said is None:
+                self._start(station)
+
+    def start_rest(self) -> None:
+        """Start the other workers, one after the other, so that the server does not have to share every core with them."""
+        def start() -> None:
+            for station in self.stations():
+                if station.name in self._known and not station.worker.starts and (ready := self._start(station)) is not None:
+                    try:
+                        ready.result(START)
+                    except Exception as error:
+                        logging.error("Worker %s did not start: %s", station.name, error or type(error).__name__)
+        threading.Thread(target=start, name="comfy_multiproc: start", daemon=True).start()
+
+    def _start(self, station: Any) -> Future[Any] | None:
+        try:
+            return station.worker.start()
+        except (OSError, RuntimeError) as error:
+            logging.error("Worker %s cannot be started: %s", station.name, error)
+            return None
 
     def named(self, name: str) -> Any:
         """The station of that name; one for a worker without packs if there is none."""
@@ -121,11 +150,17 @@ class Isolation:
     def module(self, pack: Pack) -> ModuleType | None:
         """What the host loads in place of the pack; None if it is loaded here after all. Raises ImportError as the pack would have."""
         from .interface import InterfaceError
-        from .proxy import Interface, module_of
         try:
             station = self.station_of(pack.name)
         except LookupError:
             return self._refuse(pack)
+        known = self._known.get(station.name)
+        if known is not None and known.said is not None:
+            try:
+                return self._module_of(pack, station, known.said)
+            except Exception as error:
+                logging.debug("what is remembered of worker %s cannot be used: %s", station.name, error)
+                known.said = None
         try:
             said = station.worker.start().result(max(1.0, self._asked + START - time.monotonic())).body
             description = said["packs"][pack.name]
@@ -139,12 +174,56 @@ class Isolation:
         if description["edits"]:
             return self._refuse(pack, f"it changes ComfyUI itself, which only helps in the host: {'; '.join(description['edits'])}", station)
         try:
-            module = module_of(Interface(pack.name, description, self))
+            return self._module_of(pack, station, said)
         except (InterfaceError, KeyError, TypeError) as error:
             return self._refuse(pack, f"its nodes cannot be described: {error}", station)
+
+    def _module_of(self, pack: Pack, station: Any, said: dict[str, Any]) -> ModuleType:
+        from .proxy import Interface, module_of
+        description = said["packs"][pack.name]
+        interface = Interface(pack.name, description, self)
+        module = module_of(interface)
         self._take_over(description)
         self._register(station, said)
+        self._interfaces[pack.name] = interface
         return module
+
+    def _up(self, station: Any, worker: Any, said: dict[str, Any]) -> None:
+        """A worker of packs has started: what it says of them now holds, whatever was known. On a thread of its own."""
+        import nodes
+
+        from .interface import InterfaceError
+        from .proxy import exchange
+        before = self._registered.get(station.name)
+        for pack in list(station.packs):
+            interface, now = self._interfaces.get(pack.name), said["packs"].get(pack.name)
+            if interface is None or now is None or before is None:
+                continue    # loading has not come to it yet
+            self.failed.pop(pack.name, None)
+            if "error" in now:
+                self.failed[pack.name] = now["error"]
+                logging.error("Pack %s cannot be imported any more, and its nodes are gone: %s", pack.name, now["error"])
+                now = NOTHING
+            elif now["edits"]:
+                logging.warning("Pack %s changes ComfyUI itself now, which only helps in the host; restart the server: %s", pack.name,
+                                "; ".join(now["edits"]))
+            try:
+                changed = exchange(interface, now, nodes)
+            except (InterfaceError, KeyError, TypeError) as error:
+                logging.error("What pack %s offers now cannot be described: %s", pack.name, error)
+                continue
+            if changed and "error" not in said["packs"][pack.name]:
+                logging.info("Pack %s offers something else than it did when it was last described: %s", pack.name, ", ".join(changed))
+            self._take_over(now)
+        if before is not None:
+            if said["routes"] != before["routes"]:
+                logging.warning("The routes of worker %s are others than they were: restart the server to have them", station.name)
+            # The worker had the folders from the host this time, and names only those that are new.
+            folders = {name: pack["folders"] for name, pack in before["packs"].items()}
+            said = {**said, "packs": {name: {**now, "folders": {**folders.get(name, {}), **now.get("folders", {})}} for name, now in said["packs"].items()}}
+        known = self._known[station.name]
+        if said != known.said:
+            known.keep(said)
 
     def _refuse(self, pack: Pack, reason: str | None = None, station: Any = None) -> ModuleType | None:
         if reason is not None:
@@ -185,9 +264,11 @@ class Isolation:
         from .progress import server_instance
         from .routes import Forwarder, register
         server = server_instance()
-        if station.name in self._registered or server is None:
+        if station.name in self._registered:
             return
-        self._registered.add(station.name)
+        self._registered[station.name] = said
+        if server is None:
+            return
         forwarder = Forwarder(station)
         register(server, said["routes"], forwarder)
         if said["routes"]:
@@ -210,7 +291,8 @@ class Isolation:
                 where, why = ("nowhere" if pack.config.fallback == "refuse" else "host"), self.hosted[pack.name]
             elif pack.isolated:
                 station = self.station_of(pack.name)
-                where, why = f"worker {station.name} (pid {station.worker.pid})", pack.reason
+                pid = station.worker.pid
+                where, why = f"worker {station.name} ({f'pid {pid}' if pid else 'not started yet'})", pack.reason
             else:
                 where, why = "host", pack.reason
             lines.append(f"  {pack.name}: {where}: {why}")
@@ -302,6 +384,15 @@ def loaded() -> None:
     """All packs are loaded: say where each runs."""
     if current is not None and current.packs:
         logging.info("Packs and the process that each runs in:\n%s", "\n".join(current.listing()))
+        from .progress import server_instance
+        server = server_instance()
+        if server is None:
+            current.start_rest()
+            return
+
+        async def start_rest(app: Any) -> None:
+            current.start_rest()
+        server.app.on_startup.append(start_rest)
 
 
 def interrupted(value: bool = True) -> None:

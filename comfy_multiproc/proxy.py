@@ -43,6 +43,12 @@ class Interface:
         self._asked = time.monotonic()
         self._lock = threading.Lock()
 
+    def renew(self, description: Mapping[str, Any]) -> None:
+        """The worker says something else now."""
+        with self._lock:
+            self.description = description
+            self._inputs = {data["id"]: data for data in description["classes"]}
+
     def inputs(self, id_: str) -> Any:
         """The class's INPUT_TYPES. Raises what the class raised, as RuntimeError."""
         return self._said(id_, "inputs")
@@ -56,7 +62,7 @@ class Interface:
             if time.monotonic() - self._asked >= FRESH:
                 self._inputs.update(self.host.inputs(self.pack) or {})
                 self._asked = time.monotonic()
-            said = self._inputs[id_]
+            said = self._inputs.get(id_, {})
         if key not in said:
             raise RuntimeError(said.get("inputs_error") or f"node {id_} of pack {self.pack} does not say what its inputs are")
         return decode(said[key])
@@ -87,6 +93,35 @@ def module_of(interface: Interface) -> ModuleType:
         module.NODE_CLASS_MAPPINGS = classes        # type: ignore[attr-defined]
         module.NODE_DISPLAY_NAME_MAPPINGS = dict(description.get("display_names") or {})      # type: ignore[attr-defined]
     return module
+
+
+def exchange(interface: Interface, description: Mapping[str, Any], nodes: Any) -> list[str]:
+    """Register in `nodes` what the worker says now in place of what was known; gives the ids of the nodes that differ.
+
+    Inputs alone are no difference: the classes ask for them anyway. Raises InterfaceError before anything is changed.
+    """
+    def lasting(data: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in data.items() if key not in ("inputs", "inputs_error", "info")}
+
+    def ours(id_: str) -> bool:
+        cls = nodes.NODE_CLASS_MAPPINGS.get(id_, BaseV1)
+        return getattr(cls, "isolated_pack", interface) is interface and issubclass(cls, Isolated)
+    before = {data["id"]: lasting(data) for data in interface.description["classes"]}
+    classes = {data["id"]: class_of(data, interface) for data in description["classes"]
+               if before.get(data["id"]) != lasting(data) and ours(data["id"])}
+    gone = [id_ for id_ in before if ours(id_) and id_ not in {data["id"] for data in description["classes"]}]
+    interface.renew(description)
+    for id_ in gone:
+        nodes.NODE_CLASS_MAPPINGS.pop(id_, None)
+        nodes.NODE_DISPLAY_NAME_MAPPINGS.pop(id_, None)
+    names = dict(description.get("display_names") or {})
+    for id_, cls in classes.items():
+        cls.RELATIVE_PYTHON_MODULE = f"custom_nodes.{interface.pack}"       # type: ignore[attr-defined]
+        nodes.NODE_CLASS_MAPPINGS[id_] = cls
+        if name := getattr(cls, "display_name", None):
+            names.setdefault(id_, name)
+    nodes.NODE_DISPLAY_NAME_MAPPINGS.update(names)
+    return sorted([*gone, *classes])
 
 
 def entrypoint_of(classes: list[type]) -> Callable[[], Any]:

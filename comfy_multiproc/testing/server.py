@@ -172,26 +172,31 @@ class Server:
 def start_server(tree: str | os.PathLike[str], args: Sequence[str] = (), *, models: str | os.PathLike[str] | None = None,
                  packs: Iterable[str | os.PathLike[str]] = (), card: CardSettings | None = None,
                  card_file: str | os.PathLike[str] | None = None, environment: Mapping[str, str] | None = None,
-                 python: str = sys.executable, timeout: float = START_SECONDS) -> Iterator[Server]:
-    """A server of the ComfyUI in `tree`, patched or not, with a folder of its own for everything it writes.
+                 python: str = sys.executable, timeout: float = START_SECONDS,
+                 home: str | os.PathLike[str] | None = None) -> Iterator[Server]:
+    """A server of the ComfyUI in `tree`, patched or not, with a folder of its own for everything it writes: `home`, which stays, or
+    one that ends with the server.
 
     `args`: more arguments. `models`: a models directory. `packs`: node packs to install. `card`: a virtual card, whose capacity
     file is `card_file` (to read it, or to share it with other processes); --cpu or --disable-dynamic-vram are added for it.
     Raises ServerError if it does not answer in `timeout` seconds.
     """
     tree = pathlib.Path(tree)
-    with tempfile.TemporaryDirectory(prefix="comfy-server-", ignore_cleanup_errors=True) as folder:
-        home = pathlib.Path(folder)
+    with contextlib.ExitStack() as stack:
+        home = pathlib.Path(home or stack.enter_context(tempfile.TemporaryDirectory(prefix="comfy-server-", ignore_cleanup_errors=True)))
         for name in ("input", "output", "temp", "user", "custom_nodes"):
-            (home / name).mkdir()
-        if models is not None:
+            (home / name).mkdir(exist_ok=True, parents=True)
+        if models is not None and not (home / "models").exists():
             (home / "models").symlink_to(pathlib.Path(models).resolve(), target_is_directory=True)
         for pack in map(pathlib.Path, packs):
-            (home / "custom_nodes" / pack.name).symlink_to(pack.resolve(), target_is_directory=True)
+            if not (home / "custom_nodes" / pack.name).exists():
+                (home / "custom_nodes" / pack.name).symlink_to(pack.resolve(), target_is_directory=True)
         port = free_port()
         command = [python, "main.py", "--port", str(port), "--base-directory", str(home), "--database-url", "sqlite:///:memory:",
                    "--disable-api-nodes", *args]
         variables = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+        if card is None or card.form == "python":
+            variables["COMFY_MULTIPROC_CACHE"] = str(home / "cache")       # the other form is built into the user's
         if card is not None:
             command.append("--cpu" if card.form == "python" else "--disable-dynamic-vram")
             variables.update(server_environment(card, card_file or home / "card", tree=tree))

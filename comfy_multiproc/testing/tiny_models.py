@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import torch
 
 from comfy_multiproc.testing import architectures as arch
-from comfy_multiproc.testing.cache import cache_folder
+from comfy_multiproc.cache import cache_folder
 
 Tensors = dict[str, torch.Tensor]
 Maker = Callable[[int], Tensors]

@@ -39,6 +39,12 @@ def cpp_card():
     return build.library()
 
 
+@pytest.fixture(scope="session")
+def packs():
+    """The folder of the tests' packs."""
+    return PACKS
+
+
 @pytest.fixture(scope="module")
 def serve(tmp_path_factory):
     """serve(tree, card=..., ...): start_server's server, with the tests' packs and models, until the module is done.

@@ -13,7 +13,7 @@ import sysconfig
 import tempfile
 import types
 
-from comfy_multiproc.testing.cache import cache_folder
+from comfy_multiproc.cache import cache_folder
 
 HERE = pathlib.Path(__file__).resolve().parent
 SOURCES = ("vcard.cpp", "capacity.h", "build.py")

@@ -1,4 +1,4 @@
-"""Where this user keeps what can be made again: tiny models and the built C++ card."""
+"""Where this user keeps what can be made again: descriptions of packs, tiny models, the built C++ card."""
 
 from __future__ import annotations
 
