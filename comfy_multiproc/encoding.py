@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import known, tensors
+from . import held, known, tensors
 from .handles import Handle
 
 MAX_DEPTH = 200
@@ -97,7 +97,7 @@ class Encoder:
             raise Stays
         kind = type(value)
         spec = {"$": "handle", "home": False, "owner": self._process, "id": 0, "type": kind.__qualname__,
-                "text": f"{kind.__module__}.{kind.__qualname__}", "io_type": ""}
+                "text": f"{kind.__module__}.{kind.__qualname__}", "io_type": "", "ram": held.in_ram(value)}
         self.outward.append((spec, value))
         return spec
 
@@ -109,7 +109,7 @@ class Encoder:
         if spec["home"]:
             self.homeward.append(value)
         else:
-            spec.update(type=value.type_name, text=value.text, io_type=value.io_type)
+            spec.update(type=value.type_name, text=value.text, io_type=value.io_type, ram=value.held_ram)
             self.outward.append((spec, value))
         return spec
 

@@ -18,14 +18,16 @@ class Handle:
     """An object of another process: a MODEL, a CLIP, whatever cannot be sent. Compared by identity; one per object and link.
 
     `owner` names the process, `id` the object there. `type_name` is its class, `text` a short description of it, `io_type` the
-    ComfyUI type it is an output of, for whoever knows it to set. `lost` says why it is of no more use, or is None.
+    ComfyUI type it is an output of, for whoever knows it to set. `lost` says why it is of no more use, or is None. `held_ram` is
+    how many bytes of host memory its owner kept for the object when it gave the handle out.
     """
 
-    __slots__ = ("__weakref__", "_held", "_route", "id", "io_type", "lost", "owner", "text", "type_name")
+    __slots__ = ("__weakref__", "_held", "_route", "held_ram", "id", "io_type", "lost", "owner", "text", "type_name")
 
     def __init__(self, owner: str, id: int, type_name: str, text: str = "", io_type: str = "", route: object = None):
         self.owner, self.id, self.type_name, self.text, self.io_type = owner, id, type_name, text, io_type
         self.lost: str | None = None
+        self.held_ram = 0
         self._route = route         # the link end over which its owner is reached
         self._held = [0]            # copies received and not yet given back; outlives the handle in its finalizer
 

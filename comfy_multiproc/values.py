@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import tensors
+from . import locked, tensors
 from .encoding import Decoder, Encoder, Stays, handed_out
 from .handles import Handle, HandleLost, HandleTable
-from .shared import Attachments, Descriptor, Segment, SharedMemoryError, SharedPool
+from .shared import Attachments, Descriptor, Mapping, Segment, SharedMemoryError, SharedPool
 
 GATHER = 0.002
 """Seconds without another for which notices are gathered into one, ten times that in all."""
@@ -235,7 +235,7 @@ class Codec:
             mapping = self._attachments.attach(str(name), int(size), next(remaining, None))
             array = mapping.open()
             self._start()
-            finalizer = weakref.finalize(array, _tell, self._events, self._over, "unmapped", mapping, kept)
+            finalizer = weakref.finalize(array, _let_go, self._events, self._over, mapping, kept)
             finalizer.atexit = False
             arrays.append(array)
         return arrays
@@ -255,6 +255,7 @@ class Codec:
             handle = self._foreign.get((owner, id_))
             if handle is None:
                 handle = Handle(owner, id_, spec["type"], spec["text"], spec["io_type"], self)
+                handle.held_ram = int(spec["ram"])
                 finalizer = weakref.finalize(handle, _tell, self._events, self._over, "released", owner, id_, handle._held)
                 finalizer.atexit = False
                 self._foreign[owner, id_] = handle
@@ -386,6 +387,12 @@ class Codec:
         self._over.set()
         self._attachments.close()
         self._events.put(("closed",))
+
+
+def _let_go(events: queue.SimpleQueue[tuple[Any, ...]], over: threading.Event, mapping: Mapping, kept: bool | None) -> None:
+    # Here and not where the event is read: the memory may be unmapped before anybody reads it, and its address used again.
+    locked.unlock(mapping.address, mapping.size)
+    _tell(events, over, "unmapped", mapping, kept)
 
 
 def _tell(events: queue.SimpleQueue[tuple[Any, ...]], over: threading.Event, *event: Any) -> None:

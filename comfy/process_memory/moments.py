@@ -45,10 +45,15 @@ class Handler(Protocol):
 
 handler: Handler | None = None
 
+executor: Any = None
+"""What runs prompts in this process, once :func:`execution_thread` has said so."""
 
-def execution_thread(queue: Any, executor: Any) -> None:
+
+def execution_thread(queue: Any, prompt_executor: Any) -> None:
+    global executor
+    executor = prompt_executor
     if handler is not None:
-        handler.execution_thread(queue, executor)
+        handler.execution_thread(queue, prompt_executor)
 
 
 def idle() -> None:

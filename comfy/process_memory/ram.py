@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from . import admission, claims, limits, registry
+from . import admission, claims, limits, moments, registry
 from .figures import STALE, manager
 from .provider import DEADLINE, Outcome, Reason, ReleaseRequest
 
@@ -37,6 +37,7 @@ FRESH = 0.02
 
 _read: tuple[float, int] = (float("-inf"), 0)
 _others_headroom: tuple[float, int] = (float("-inf"), 0)
+_results: tuple[float, int] = (float("-inf"), 0)
 _gave_nothing = {"release_ram": float("-inf"), "release_pins": float("-inf")}
 
 
@@ -127,6 +128,17 @@ def weigh(outputs: Any, size: float, score: float) -> tuple[float, float]:
         return size, score
     more = _hidden(outputs, False, 0)
     return size + more, score + more
+
+
+def results() -> int:
+    """Bytes of host memory in the cached results of this process, as its output cache counts them, a second ago at most. On
+    the execution thread."""
+    global _results
+    now = time.monotonic()
+    if now - _results[0] > 1.0:
+        entries = getattr(getattr(getattr(moments.executor, "caches", None), "outputs", None), "cache", None)
+        _results = now, sum(_hidden(entry.outputs, True, 0) for entry in list((entries or {}).values()) if _measurable(entry.outputs))
+    return _results[1]
 
 
 def ask(method: str, missing: float) -> int:

@@ -43,7 +43,7 @@ def _count_backups() -> int:
                 kept.append(getattr(entry, "weight", entry))
     kept += _hook_weights()
     return _once(tensor for tensor in kept if getattr(getattr(tensor, "device", None), "type", "") == "cpu" and tensor.device.index is None
-                 and not _mapped(tensor))
+                 and not mapped(tensor))
 
 
 def counted(counter: Any, device: Any) -> None:
@@ -97,5 +97,6 @@ def _once(tensors: Iterable[Any]) -> int:
     return sum(sizes.values())
 
 
-def _mapped(tensor: Any) -> bool:
+def mapped(tensor: Any) -> bool:
+    """Whether its bytes are pages of a model file."""
     return getattr(tensor.untyped_storage(), "_comfy_tensor_mmap_refs", None) is not None
