@@ -11,9 +11,9 @@ from typing import TypeVar
 
 from comfy import process_memory
 
-from . import arithmetic, devices, ladder, own, registry
+from . import arithmetic, devices, ladder, limits, own, ram, registry
 from .figures import manager
-from .provider import DEADLINE, DeviceUsage, Kind, Outcome, Reason, ReleaseRequest
+from .provider import DEADLINE, DeviceUsage, Kind, Outcome, Reason, Receipt, ReleaseRequest
 
 Result = TypeVar("Result")
 
@@ -33,11 +33,12 @@ def everywhere(unload_all_models: Callable[..., Result]) -> Callable[..., Result
 
 
 def unload_peers(reason: Reason) -> None:
-    """Ask every peer that holds something to unload its models, all at once with one deadline, and say what stays."""
-    deadline = time.monotonic() + DEADLINE
+    """Ask every peer that holds something to unload its models, each with a deadline, and say what stays.
+
+    All at once; or, where host memory has no room for all that may be copied there, one after another, the smallest first.
+    """
     ticket = uuid.uuid4().hex
-    requests: list[tuple[registry.Entry, ReleaseRequest]] = []
-    held: list[int] = []
+    wanted: list[tuple[int, registry.Entry, str]] = []
     for device in own.all_devices():
         place = devices.key(device)
         if place is None:
@@ -46,20 +47,28 @@ def unload_peers(reason: Reason) -> None:
         for entry, usage, _ in registry.count("usage", place):
             size = holding(usage, total)
             if size and not entry.gone:
-                held.append(size)
-                requests.append((entry, ReleaseRequest(device=place, bytes=size, reason=reason, deadline=deadline, ticket=ticket)))
+                wanted.append((size, entry, place))
     for entry in registry.entries:
         entry.unconfirmed = False
-    receipts = registry.ask("unload", requests)
-    for (entry, request), size, receipt in zip(requests, held, receipts):
-        if receipt is None:
-            entry.unconfirmed = True
-            logging.warning("Process memory: %s has not confirmed that it unloaded its models from %s", entry, request.device)
-        elif receipt.outcome is Outcome.BUSY:
-            entry.unconfirmed = True
-            logging.warning("Process memory: %s is busy and keeps its models on %s", entry, request.device)
-        else:
-            logging.debug("Process memory: %s unloaded %d MB from %s", entry, arithmetic.freed(receipt, size) // (1024 * 1024), request.device)
+    turns = [wanted]
+    if len(wanted) > 1 and sum(size for size, *_ in wanted) > limits.available() - ram.FLOOR:
+        turns = [[one] for one in sorted(wanted, key=lambda one: one[0])]
+    for turn in turns:
+        deadline = time.monotonic() + DEADLINE
+        requests = [(entry, ReleaseRequest(device=place, bytes=size, reason=reason, deadline=deadline, ticket=ticket)) for size, entry, place in turn]
+        for (entry, request), receipt in zip(requests, registry.ask("unload", requests)):
+            _note(entry, request, receipt)
+
+
+def _note(entry: registry.Entry, request: ReleaseRequest, receipt: Receipt | None) -> None:
+    if receipt is None:
+        entry.unconfirmed = True
+        logging.warning("Process memory: %s has not confirmed that it unloaded its models from %s", entry, request.device)
+    elif receipt.outcome is Outcome.BUSY:
+        entry.unconfirmed = True
+        logging.warning("Process memory: %s is busy and keeps its models on %s", entry, request.device)
+    else:
+        logging.debug("Process memory: %s unloaded %d MB from %s", entry, arithmetic.freed(receipt, request.bytes) // (1024 * 1024), request.device)
 
 
 def release_caches() -> None:
