@@ -12,7 +12,7 @@ import sys
 import weakref
 from typing import Any
 
-from comfy.process_memory import devices, scratch
+from comfy.process_memory import devices, pins, scratch
 from comfy.process_memory import ram as ram_budget
 from comfy.process_memory.figures import manager, own_bytes
 from comfy.process_memory.own import all_devices
@@ -123,13 +123,13 @@ def footprint(device: Any) -> int:
 
 def ram() -> RamUsage:
     """What this process holds in host memory. ComfyUI counts all that is page-locked in one number."""
-    return RamUsage(resident=resident_set(), pinned=pinned(), registered=0,
+    return RamUsage(resident=resident_set(), pinned=pins.tell(), registered=0,
                     backups=scratch.backups(), outputs=ram_budget.results())
 
 
 def pinned() -> int:
-    """Bytes of page-locked host memory."""
-    return max(0, int(getattr(manager(), "TOTAL_PINNED_MEMORY", 0)))
+    """Bytes of page-locked host memory; none before there is a manager."""
+    return max(0, int(getattr(sys.modules.get("comfy.model_management"), "TOTAL_PINNED_MEMORY", 0)))
 
 
 def resident_set() -> int:

@@ -12,12 +12,17 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from comfy import process_memory
+
 from . import admission, claims, limits, ram, registry
 from .figures import STALE, manager
 from .ram import PINS
 
 PIECE = 256 * 1024 ** 2
 """Bytes by which a reservation grows."""
+
+said = 0
+"""Bytes that this process has last told others that it has locked."""
 
 _here = threading.local()
 
@@ -51,7 +56,8 @@ def reserve(size: int, new: bool = False) -> int:
     `new`: they are not in memory yet either, so what is available must have room for them above the floor.
     """
     mm = manager()
-    locked = mm.TOTAL_PINNED_MEMORY
+    # What has been unlocked since others were told is theirs to take: they see it as available, and not as still to come.
+    locked = max(mm.TOTAL_PINNED_MEMORY, said)
     if locked + size <= claims.current.own(PINS):
         return 0
     with claims.current.hold(PINS, claims.HOLD) as held:
@@ -65,12 +71,28 @@ def reserve(size: int, new: bool = False) -> int:
         return max(1, int(locked + size - room))
 
 
+def tell() -> int:
+    """Bytes that are locked here, about to be told to others. What is reserved for those that have gone is given up first."""
+    global said
+    before, said = said, max(0, int(getattr(manager(), "TOTAL_PINNED_MEMORY", 0)))
+    if said < before and said < claims.current.own(PINS):
+        claims.current.write(PINS, said)
+    return said
+
+
 def settle() -> None:
     """Give up what is reserved beyond what is locked here; after a load or a node, or when pins have gone."""
     if claims.current.own(PINS):
         locked = int(manager().TOTAL_PINNED_MEMORY)
         if locked < claims.current.own(PINS):
             claims.current.write(PINS, locked)
+
+
+def _gone() -> None:
+    """Own pins may have gone: until others are told, what has been locked is theirs."""
+    settle()
+    if manager().TOTAL_PINNED_MEMORY < said:
+        process_memory.changed()
 
 
 def pin_shortfall(size: int, shortfall: float) -> float:
@@ -102,14 +124,14 @@ def peers_pins_too(free_pins: Callable[..., int]) -> Callable[..., int]:
     def free(size: float, evict_active: bool = False, **kwargs: Any) -> int:
         if not registry.entries or registry.is_serving():
             freed = free_pins(size, evict_active=evict_active, **kwargs)
-            settle()
+            _gone()
             return freed
         freed = free_pins(size, evict_active=False, **kwargs)
         if freed < size:
             freed += ram.ask("release_pins", size - freed)
         if freed < size and evict_active:
             freed += free_pins(size - freed, evict_active=True, **kwargs)
-        settle()
+        _gone()
         return freed
     return free
 
@@ -140,7 +162,7 @@ def one_ceiling(ensure_pin_registerable: Callable[..., bool]) -> Callable[..., b
             mm = manager()
             # What would be short of the ceiling of one process is made to be what is short of the common one.
             ensure_pin_registerable(missing + mm.MAX_PINNED_MEMORY - mm.TOTAL_PINNED_MEMORY, evict_active=evict_active)
-            settle()
+            _gone()
             missing = reserve(size)
         if missing and ram.ask("release_pins", missing):
             missing = reserve(size)
