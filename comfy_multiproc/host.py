@@ -422,17 +422,31 @@ def interrupt(prompt: str | None = None) -> None:
 
 
 def stop_all(grace: float = 2.0) -> None:
-    """End every worker, at the same time; waits at most `grace` seconds and a moment. Done at exit by itself."""
+    """End every worker, at the same time; waits at most `grace` seconds and a moment. Calls that run are cancelled, not failed:
+    nobody wants a report of them. Done at exit by itself."""
     if os.getpid() != _owner:
         return      # a fork of the host: they are not its own
+    for worker in workers():
+        run = worker._run
+        for call in list(run.calls.values()) if run is not None else ():
+            call.interrupted = True
     threads = [_background(f"stop {worker.name}", worker.stop, grace) for worker in workers() if worker.pid is not None]
     for thread in threads:
         thread.join(grace + 2 * GRACE)
     guard.close()
 
 
+def _at_exit() -> None:
+    try:
+        stop_all()
+    except KeyboardInterrupt:       # a second Ctrl-C: somebody does not want to wait
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        stop_all(0.0)
+
+
 # After multiprocessing's own, so before it at exit: that one waits for every child, without a bound.
-atexit.register(stop_all)
+atexit.register(_at_exit)
 
 
 def _background(name: str, function: Callable[..., None], *args: Any) -> threading.Thread:

@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from tests.leaks import nothing_is_left  # noqa: F401  for every module here
+
 TREE = os.environ.get("COMFY_MULTIPROC_FORK")
 if TREE:
     sys.path.insert(0, os.path.abspath(TREE))
