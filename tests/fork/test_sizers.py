@@ -125,3 +125,57 @@ def test_a_tile_s_budget_is_what_the_other_process_leaves(card, other):
     other.call("busy", value=True)
     budget = process_memory.within(card.device, wanted)
     assert 6 * MIB < budget <= 8 * MIB - card.settings.size // 20       # 24 - 16 without the reserve
+
+
+class OneThread:
+    """In place of the threads for several GPUs."""
+
+    def __init__(self, devices):
+        self.results = {}
+
+    def submit(self, device, function, *args):
+        self.results[device] = function(*args), None
+
+    def get_result(self, device):
+        return self.results.pop(device)
+
+    def shutdown(self):
+        pass
+
+
+@pytest.mark.row(6)
+@pytest.mark.row(33)
+@pytest.mark.card(size="64M", count=2)
+@pytest.mark.parametrize("idle, batches", [(True, [2, 2]), (False, [1, 1, 1, 1])])
+def test_on_two_gpus_each_does_as_many_conds_at_once_as_the_idle_process_makes_room_for(card, other, tmp_path, monkeypatch, idle, batches):
+    import comfy.model_management as mm
+    import comfy.multigpu
+    import comfy.sample
+    import comfy.sd
+    import torch
+    for device in card.devices:
+        other.call("load", model=f"on {device}", nbytes=48 * MIB, device=str(device))
+    other.call("busy", value=not idle)
+    patcher = comfy.sd.load_diffusion_model(str(tiny_models.ensure(["mmdit"]) / tiny_models.FILES["mmdit"][0]))
+    clone = patcher.deepclone_multigpu(new_load_device=card.devices[1])
+    clone.is_multigpu_base_clone = True
+    patcher.set_additional_models("multigpu", [clone])
+    monkeypatch.setattr(comfy.multigpu, "MultiGPUThreadPool", OneThread)    # inference mode belongs to a thread
+    forwards = []
+
+    def count(model, device):
+        apply_model = model.apply_model
+
+        def counted(x, *args, **kwargs):
+            forwards.append((str(device), x.shape[0], mm.get_free_memory(device)))
+            return apply_model(x, *args, **kwargs)
+        model.apply_model = counted
+    for owner in (patcher, clone):
+        count(owner.model, owner.load_device)
+    cond = [[torch.zeros(1, 8, 4096), {"pooled_output": torch.zeros(1, 2048)}]]
+    latent = torch.zeros(1, 16, 24, 24)
+    with at_rest(other, tmp_path / "enough") if idle else contextlib.nullcontext(), torch.inference_mode():
+        comfy.sample.sample(patcher, torch.randn(latent.shape), 1, 4.0, "euler", "normal", cond + cond, cond + cond, latent, seed=1)
+    needed = patcher.model.memory_required([2, 16, 24, 24], cond_shapes={}) * 1.5
+    assert [conds for _, conds, _ in forwards] == batches and {device for device, *_ in forwards} == {str(device) for device in card.devices}
+    assert not idle or all(free >= needed for *_, free in forwards)

@@ -34,15 +34,18 @@ class Container:
 
 
 class PinProcess(Process):
-    def __init__(self, pipe, folder, card, name, ceiling, barrier=None):
+    def __init__(self, pipe, folder, card, name, ceiling=None, barrier=None):
+        """Without a `ceiling` it takes the share of a machine that has no container, which is what ComfyUI does on Windows."""
         super().__init__(pipe, folder, card, name, 1.0, barrier)
         ram.FLOOR, pins.PIECE, ram.FRESH, ram.PAUSE = FLOOR, PIECE, 0.0, 0.0
         mm = self.mm
         limits.groups = Container(mm.card)
         limits.upstream = lambda: None
-        psutil.virtual_memory = lambda: types.SimpleNamespace(total=MACHINE, available=MACHINE)     # a big machine around the container
-        pins.budget = lambda: ceiling
-        mm.MAX_PINNED_MEMORY = ceiling
+        machine = MACHINE if ceiling is not None else mm.card.size(0)       # a big machine around the container
+        psutil.virtual_memory = lambda: types.SimpleNamespace(total=machine, available=machine)
+        if ceiling is not None:
+            pins.budget = lambda: ceiling
+        mm.MAX_PINNED_MEMORY = machine * 0.40 if ceiling is None else ceiling
         mm.args = types.SimpleNamespace(fast_disk=False)
         mm.comfy = types.SimpleNamespace(memory_management=types.SimpleNamespace(RAM_CACHE_HEADROOM=0))
         mm.ensure_pin_budget = process_memory.reserved(self.ensure_pin_budget)
@@ -107,6 +110,11 @@ class PinProcess(Process):
     def node_at_once(self, size):
         self.barrier.wait(60)
         return self.node_register(size)
+
+    def node_ceiling(self, size):
+        """ComfyUI's ceiling for one process changes while it runs."""
+        self.mm.MAX_PINNED_MEMORY = size
+        return True
 
     def node_done(self):
         """The prompt that uses the pins is over."""

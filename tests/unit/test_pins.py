@@ -125,3 +125,27 @@ def test_five_processes_in_one_container_never_lock_more_than_the_limit_without_
         done = [child.hear() for child in processes]
         assert all(isinstance(count, int) and count > 20 for count in done), done
         assert 400 * MB - FLOOR - 5 * PIECE < peak(tmp_path) <= 400 * MB - FLOOR
+
+
+@pytest.mark.row(42)
+def test_three_processes_on_windows_lock_the_share_that_is_safe_for_one(tmp_path):
+    share = 640 * MB * 2 // 5
+    with running(tmp_path, "host", "a", "b", container=640 * MB, ceiling=None) as processes:
+        for child in processes:
+            assert child.call(("register", 60 * MB)) is True
+        for child in processes:
+            child.call(("register", 60 * MB))                         # 360 of 256
+        assert share - 60 * MB < sum(child.call(("pins",))["locked"] for child in processes) <= share
+
+
+@pytest.mark.row(42)
+def test_a_ceiling_that_shrinks_makes_idle_pins_go_own_first(tmp_path):
+    with running(tmp_path, "host", "a", container=640 * MB, ceiling=None) as [host, a]:
+        for child in (host, a):
+            assert child.call(("register", 60 * MB)) and child.call(("done",))
+        for child in (host, a):
+            child.call(("ceiling", 100 * MB))
+        assert host.call(("register", 30 * MB)) is True               # its own idle 60 go, which is enough
+        assert [child.call(("pins",))["locked"] for child in (host, a)] == [30 * MB, 60 * MB]
+        assert host.call(("register", 50 * MB)) is True               # the other one's go before its active ones
+        assert [child.call(("pins",))["locked"] for child in (host, a)] == [80 * MB, 0]
