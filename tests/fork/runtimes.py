@@ -137,3 +137,9 @@ def seen(device="cpu:0"):
     from comfy.process_memory import registry
     ram = {entry: held for entry, held, _ in registry.count("ram")}
     return {entry.name: [usage.resident, usage.scratch, usage.claimed, ram[entry].backups] for entry, usage, _ in registry.count("usage", device)}
+
+
+def outputs():
+    """What this process reads of each other one's cached results: name -> bytes."""
+    from comfy.process_memory import registry
+    return {entry.name: held.outputs for entry, held, _ in registry.count("ram")}

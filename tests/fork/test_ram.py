@@ -11,6 +11,11 @@ spec = importlib.util.spec_from_file_location("fork_runtimes", RUNTIMES)
 runtimes = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(runtimes)
 
+PEER = pathlib.Path(__file__).parents[1] / "unit" / "value_peer.py"
+spec = importlib.util.spec_from_file_location("value_peer", PEER)
+value_peer = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(value_peer)
+
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -110,6 +115,131 @@ def test_a_latent_in_a_dictionary_and_what_a_worker_holds_weigh_what_they_are(ca
     # Only what is large goes first, and before, neither weighed anything.
     found.ram_release(3 * GIB, free_active=True, min_entry_size=512 * MIB)
     assert list(found.cache) == ["small"]
+
+
+class Loaded:
+    """Something of a pack that holds `size` bytes of host memory."""
+
+    def __init__(self, size):
+        import torch
+        self.weights = [torch.zeros(size, dtype=torch.uint8)]
+
+
+@pytest.fixture
+def pair():
+    """The links of a host and a worker."""
+    pair = value_peer.Pair()
+    yield pair
+    pair.close()
+
+
+@pytest.mark.row(15)
+@pytest.mark.row(36)
+def test_what_a_worker_keeps_for_a_result_weighs_in_the_host_like_its_own(card, here, box, pair):
+    held, small = pair.to_host(Loaded(600 * MIB)), pair.to_host(Loaded(0))
+    assert held.held_ram == 600 * MIB and small.held_ram == 0
+    found = cache({"held": ([[held]], 100), "nested": ([[{"model": [held]}]], 101), "small": ([[small]], 102)})
+    found.ram_release(3 * GIB, free_active=True, min_entry_size=512 * MIB)
+    assert list(found.cache) == ["small"]
+
+
+@pytest.mark.row(36)
+@pytest.mark.parametrize("worker_s", ["a", "b", "c", None])
+def test_of_equal_results_the_last_touched_goes_as_in_upstream_whoever_holds_it(card, here, box, pair, monkeypatch, worker_s):
+    import psutil
+    import torch
+    found = cache({name: ([[pair.to_host(Loaded(MIB)) if name == worker_s else torch.zeros(MIB, dtype=torch.uint8)]], at)
+                   for name, at in (("a", 100), ("b", 101), ("c", 102))})
+
+    def left(start):
+        return start + (3 - len(found.cache)) * MIB
+    box.available = lambda machine: left(2 * GIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(total=256 * GIB, available=left(200 * GIB)))
+    found.ram_release(2 * GIB + 1)
+    assert list(found.cache) == ["a", "b"]
+
+
+@pytest.mark.row(36)
+def test_a_result_of_a_worker_that_is_gone_ends_no_prompt(card, here, box, pair):
+    import torch
+    found = cache({"held": ([[pair.to_host(Loaded(8 * MIB))]], 100), "good": ([[torch.zeros(MIB // 4)]], 101)})
+    value_peer.end(pair.host)
+    found.ram_release(3 * GIB, free_active=True)
+    assert "held" not in found.cache
+
+
+@pytest.mark.row(36)
+def test_another_process_sees_how_much_the_output_cache_holds(card, spawn, here, box, monkeypatch):
+    import torch
+    from comfy import process_memory
+    from comfy.process_memory import moments, ram
+    other = spawn(RUNTIMES)
+    other.call("start", who="other")
+    found = cache({"images": ([[torch.zeros(64 * MIB, dtype=torch.uint8)]], 100), "latent": ([[{"samples": torch.zeros(32 * MIB, dtype=torch.uint8)}]], 101)})
+    monkeypatch.setattr(moments, "executor", types.SimpleNamespace(caches=types.SimpleNamespace(outputs=found)))
+    monkeypatch.setattr(ram, "_results", (float("-inf"), 0))
+    process_memory.changed()
+    assert other.call("outputs")["here"] == 96 * MIB
+
+
+@pytest.mark.row(9)
+@pytest.mark.row(36)
+def test_free_with_little_host_memory_leaves_the_card_empty(card, spawn, here, box, tmp_path):
+    import comfy.model_management as mm
+    others = [spawn(RUNTIMES), spawn(RUNTIMES)]
+    for number, other in enumerate(others):
+        other.call("start", who=f"other{number}")
+        other.call("load", model="idle", nbytes=60 * MIB)
+    runtimes.load("mine", 60 * MIB)
+    box.left = 0
+    for other in others:
+        other.begin("serve", path=str(tmp_path / "enough"))
+    mm.unload_all_models()
+    (tmp_path / "enough").touch()
+    for other in others:
+        other.result()
+    assert [other.call("loaded", model="idle") for other in others] == [0, 0] and runtimes.loaded("mine") == 0
+
+
+class Driver:
+    """A driver that locks ranges of addresses, each once."""
+
+    def __init__(self):
+        self.ranges = {}
+
+    def cudaHostRegister(self, address, size, flags):
+        if any(address < start + held and start < address + size for start, held in self.ranges.items()):
+            return 712      # already registered
+        self.ranges[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address):
+        return 0 if self.ranges.pop(address, None) else 713
+
+
+@pytest.mark.row(42)
+def test_a_received_tensor_that_is_dropped_is_unlocked_first(card, here, box, monkeypatch):
+    import comfy.model_management as mm
+    import torch
+    driver = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(mm, "MAX_PINNED_MEMORY", 1 * GIB)
+    monkeypatch.setattr(mm, "discard_cuda_async_error", lambda: None)
+    sent = torch.arange(2 * MIB, dtype=torch.int32)
+    for _ in range(3):                      # three workers, one after the other
+        pair = value_peer.Pair()
+        for _ in range(7):
+            received = pair.to_host(sent)
+            assert mm.pin_memory(received) is True
+            assert list(driver.ranges.values()) == [8 * MIB]
+            del received
+            assert (driver.ranges, mm.PINNED_MEMORY, mm.TOTAL_PINNED_MEMORY) == ({}, {}, 0)
+        last = pair.to_host(sent)
+        assert mm.pin_memory(last) is True
+        pair.close()
+        assert torch.equal(last, sent)      # still readable, still locked
+        del last
+        assert (driver.ranges, mm.TOTAL_PINNED_MEMORY) == ({}, 0)
 
 
 @pytest.mark.row(8)
