@@ -1,8 +1,9 @@
-"""Workers: start against a fresh interpreter, call round trip against a pipe, two CPU-bound workers side by side.
+"""Workers: start against a fresh interpreter, call round trip against a pipe, two CPU-bound workers side by side, a server's start.
 
     COMFY_MULTIPROC_FORK=build/ComfyUI-0.30.0 python benchmarks/start.py [--rounds 5]
 
-Needs a built fork. Bounds: start 1.1x of a fresh interpreter that imports the same, call 8x of a pipe, two at once 1.8x.
+Needs a built fork. Bounds: start 1.1x of a fresh interpreter that imports the same, call 8x of a pipe, two at once 1.8x, a server
+whose four packs are isolated and known from an earlier start 1.2x of the same server with the packs in it.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -58,6 +60,40 @@ def timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
+NODE = """
+class {name}:
+    INPUT_TYPES = classmethod(lambda cls: {{"required": {{}}}})
+    RETURN_TYPES, FUNCTION = (), "run"
+
+    def run(self):
+        return ()
+
+
+NODE_CLASS_MAPPINGS = {{"{name}": {name}}}
+"""
+
+
+def servers(rounds: int) -> tuple[list[float], list[float]]:
+    """Seconds until a server answers: with four workers, and without any."""
+    from comfy_multiproc.testing import start_server
+
+    def ready(home: Path, *arguments: str) -> float:
+        begin = time.perf_counter()
+        with start_server(FORK, ["--cpu", *arguments], home=home):
+            return time.perf_counter() - begin
+    isolated, native = [], []
+    with tempfile.TemporaryDirectory(prefix="start-") as folder:
+        for name in ("One", "Two", "Three", "Four"):
+            pack = Path(folder, "custom_nodes", name.lower())
+            pack.mkdir(parents=True)
+            (pack / "__init__.py").write_text(NODE.format(name=name))
+        ready(Path(folder), "--isolate", "all")     # not known before
+        for _ in range(rounds):
+            isolated.append(ready(Path(folder), "--isolate", "all"))
+            native.append(ready(Path(folder)))
+    return isolated, native
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
@@ -102,11 +138,13 @@ def main() -> int:
         alone.append(timed(lambda: [w.call("spin").result(120) for w in workers]))
         together.append(timed(lambda: [f.result(120) for f in [w.call("spin") for w in workers]]))
     host.stop_all()
+    isolated, native = servers(rounds)
 
     rows = [
         ("worker start", start, "fresh interpreter, same imports", fresh, "s", 1.0, lambda a, b: f"{a / b:.2f}x (at most 1.1x)"),
         ("empty call", called, "raw pipe, same bytes", piped, "us", 1e6, lambda a, b: f"{a / b:.1f}x (at most 8x)"),
         ("two workers at once", together, "one after the other", alone, "s", 1.0, lambda a, b: f"{b / a:.2f}x as fast (at least 1.8x)"),
+        ("server, 4 packs isolated", isolated, "server, the packs in it", native, "s", 1.0, lambda a, b: f"{a / b:.2f}x (at most 1.2x)"),
     ]
     sys.stdout.write("| what | median | against | median | ratio |\n| --- | --- | --- | --- | --- |\n")
     for what, ours, against, theirs, unit, scale, ratio in rows:

@@ -74,7 +74,7 @@ def choose(asked: list[str], there: list[str]) -> list[str]:
 
 
 def parallel(arguments: list[str]) -> list[str]:
-    """What spreads the tests over processes, unless the user decides that or wants to debug."""
+    """What spreads the tests over processes, unless the user decides that or wants to debug. By file: servers and models are a file's."""
     if any(argument.startswith(("-n", "--numprocesses", "--dist", "--pdb", "-s")) for argument in arguments):
         return []
-    return ["-n", str(min(os.cpu_count() or 1, WORKERS)), "--dist", "loadgroup"]
+    return ["-n", str(min(os.cpu_count() or 1, WORKERS)), "--dist", "loadfile"]

@@ -13,14 +13,6 @@ from tests.leaks import nothing_is_left  # noqa: F401  for every module here
 PACKS = pathlib.Path(__file__).parent / "packs"
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Servers are started for a whole module, so one test process runs all of it."""
-    for item in items:
-        if item.path.parent == PACKS.parent and not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
 def tree(variable):
     found = os.environ.get(variable)
     if not found:

@@ -9,6 +9,7 @@ import pytest
 from comfy_multiproc.testing import workflows
 from comfy_multiproc.testing.server import ServerError
 from comfy_multiproc.testing.workflows import Graph, out
+from tests.server.browser import browser, chromium
 
 ZOO = ("zoo_loader", "zoo_nodes", "zoo_v3", "zoo_front", "zoo_patcher", "zoo_broken")
 
@@ -363,6 +364,16 @@ def test_what_the_stand_in_lacks_is_said_when_it_is_used(isolated):
 def test_front_end_files_are_served_by_the_host(server):
     files = [f for f in server.get("/extensions") if "zoo" in f]
     assert len(files) == 1 and b"zoo.front" in server.request(files[0])
+
+
+def test_a_page_of_a_pack_loads_in_a_browser_and_its_route_answers(isolated):
+    program = chromium()
+    if program is None:
+        pytest.skip("needs chromium")
+    with browser(program) as open_page:
+        page = open_page()
+        page.open(isolated.url)
+        assert int(page.until("document.body.dataset.zoo", "the pack's extension")) == worker_pid(isolated, "zoo_front")
 
 
 def test_folders_that_a_pack_adds_are_known_to_the_host(server):

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import pathlib
-import sys
 import threading
 import urllib.error
 import urllib.request
@@ -16,11 +15,7 @@ import websocket
 
 from comfy_multiproc.testing import CardSettings, ServerError
 from comfy_multiproc.testing.workflows import txt2img_sd3
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-from browser import browser, chromium  # noqa: E402
-
-pytestmark = pytest.mark.xdist_group("panel")   # the servers are the module's: one process must run all of it
+from tests.server.browser import browser, chromium
 
 MIB = 1 << 20
 SEEDS = itertools.count(1)

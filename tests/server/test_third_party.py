@@ -12,7 +12,7 @@ import pytest
 
 from comfy_multiproc.testing import CardSettings, read_card, start_server, tiny_models, workflows
 
-pytestmark = [pytest.mark.xdist_group("third_party"), pytest.mark.skipif(sys.platform == "win32", reason="signals drive the pack's server")]
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals drive the pack's server")
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACK = pathlib.Path(__file__).parent / "packs" / "language_model"

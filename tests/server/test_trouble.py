@@ -1,7 +1,6 @@
 """Nodes in a worker that go wrong: what the page is told, and that the server and the next prompt do not suffer."""
 
 import asyncio
-import os
 import re
 import time
 
@@ -127,10 +126,3 @@ def test_nothing_cancelled_is_taken_for_a_result(server):
         await asyncio.to_thread(server.post, "/interrupt", {})
         return await second
     assert asyncio.run(both()).events[-1]["type"] == "execution_interrupted"
-
-
-def test_no_worker_outlives_a_server_that_is_killed(serve, fork_tree):
-    server = serve(fork_tree, ["--cpu", "--isolate", "zoo_trouble"], packs=("zoo_trouble",))
-    worker = pid(server)
-    os.kill(server.pid, 9)
-    assert gone(worker, SOON)

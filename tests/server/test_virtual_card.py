@@ -9,8 +9,6 @@ import pytest
 from comfy_multiproc.testing import CardSettings, read_card
 from comfy_multiproc.testing.workflows import WORKFLOWS, txt2img_sd3
 
-pytestmark = pytest.mark.xdist_group("virtual_card")    # the servers are the module's: one process must run all of it
-
 MIB = 1 << 20
 RUNS = itertools.count()
 # A checkpoint, a model that no patcher holds, three loaders, weights that are patched.

@@ -1,6 +1,7 @@
 """What workers hold on the card and in RAM: seen, given back by /free and by nodes, and by ending a worker that is idle."""
 
 import os
+import shutil
 import signal
 import time
 
@@ -14,8 +15,11 @@ SOON = 30.0
 
 
 @pytest.fixture(scope="module")
-def server(serve, fork_tree):
-    return serve(fork_tree, ["--isolate", "zoo_loader", "--isolate", "zoo_nodes"], packs=("zoo_loader", "zoo_nodes", "zoo_idle"),
+def server(serve, fork_tree, packs, tmp_path_factory):
+    limited = tmp_path_factory.mktemp("packs") / "zoo_limited"
+    shutil.copytree(packs / "zoo_life", limited)
+    (limited / "pyproject.toml").write_text('[tool.comfyui-multiproc]\nisolate = true\nram_limit = "1M"\n')
+    return serve(fork_tree, ["--isolate", "zoo_loader", "--isolate", "zoo_nodes"], packs=("zoo_loader", "zoo_nodes", "zoo_idle", limited),
                  card=CardSettings(size=400 * MIB))
 
 
@@ -115,6 +119,20 @@ def test_an_idle_worker_ends_and_its_results_stay(server):
     graph["n"]["inputs"]["seed"] = seed + 2
     third = server.run(graph)
     assert third.ok and third.outputs["n"]["pid"][0] not in (pid, None)
+
+
+def test_a_worker_above_its_limit_of_ram_ends_after_the_call_and_its_results_stay(server):
+    seed = time.time_ns() % 10 ** 9
+    graph = one("zoo_limited", how="fine", seed=seed)
+    graph.add("use", "ZooCounted", value=out("n"), again=1)
+    first = server.run(graph)
+    assert first.ok, first.error
+    assert eventually(lambda: worker(server, "zoo_limited")["state"] == "stopped")
+    assert "more than its limit of 1 MB" in server.log()
+    graph["use"]["inputs"]["again"] = 2
+    assert server.run(graph).ok and worker(server, "zoo_limited")["state"] == "stopped"        # the cached number did not need it
+    graph["n"]["inputs"]["seed"] = seed + 1
+    assert server.run(graph).outputs["n"]["pid"] != first.outputs["n"]["pid"]
 
 
 def test_a_worker_whose_objects_are_in_use_is_not_ended(server):
