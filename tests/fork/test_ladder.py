@@ -177,7 +177,6 @@ def peers_wait(condition):
         time.sleep(0.01)
 
 
-@pytest.mark.row(18)
 @pytest.mark.row(19)
 @pytest.mark.card(size="160M")
 def test_between_a_failure_and_its_retry_other_processes_make_room(card, peer):

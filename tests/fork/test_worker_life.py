@@ -108,9 +108,7 @@ def until(condition):
         time.sleep(0.02)
 
 
-@pytest.mark.behaviour(13)
 @pytest.mark.behaviour(14)
-@pytest.mark.behaviour(15)
 @pytest.mark.behaviour(16)
 @pytest.mark.row(3)
 def test_a_worker_is_the_comfyui_that_its_host_is(host, tmp_path, fork_tree):
@@ -125,9 +123,9 @@ def test_a_worker_is_the_comfyui_that_its_host_is(host, tmp_path, fork_tree):
     assert pathlib.Path(about["utils"]) == fork_tree / "utils" / "install_util.py" and about["main"] is None
 
 
-@pytest.mark.row(18)
-@pytest.mark.behaviour(20)
 @pytest.mark.row(39)
+@pytest.mark.behaviour(20)
+@pytest.mark.behaviour(21)
 @pytest.mark.card(size="64M")
 def test_out_of_memory_and_interrupts_are_comfyuis_own_and_leave_the_worker_empty(host, card, tmp_path):
     """B020, B021, B045, B047"""

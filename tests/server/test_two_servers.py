@@ -145,7 +145,7 @@ def test_top_shows_every_device_and_process(pair, runtime_folder):
 
 
 @pytest.mark.row(1)
-@pytest.mark.row(25)
+@pytest.mark.row(2)
 def test_random_prompts_at_both_for_a_while(pair, expected):
     """Never over capacity, nothing out of memory, every prompt right, and both go on until the end."""
     one, other = pair

@@ -442,6 +442,7 @@ def test_a_load_within_a_load_adds_to_the_claim_and_only_the_outer_one_ends_it(c
     assert seen == [300] and claims.current.own(CARD) == 0
 
 
+@pytest.mark.row(20)
 def test_what_a_node_needs_beyond_weights_is_claimed_until_it_ends_and_shrinks_as_it_appears(card, monkeypatch):
     monkeypatch.setattr(admission, "SETTLE_INTERVAL", 0.0)
     peer(card, "W")

@@ -102,7 +102,6 @@ def test_causes_contexts_and_notes_cross():
     assert str(crossed(loop)) == "itself"
 
 
-@pytest.mark.row(18)
 @pytest.mark.behaviour(20)
 def test_running_out_of_memory_is_recognised():
     """B020."""

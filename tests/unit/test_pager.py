@@ -9,6 +9,7 @@ from comfy.process_memory import pager, registry
 from tests.unit.providers import Peer
 
 MIB = 1 << 20
+A_GPU = "what aimdo evicts by it, which needs a real GPU"
 
 
 class Aimdo:
@@ -43,7 +44,7 @@ class Version060(Aimdo):
         self.set["headroom"] = size
 
 
-@pytest.mark.row(13)
+@pytest.mark.row(13, partial=A_GPU)
 @pytest.mark.parametrize("version, sets", [(Version0411, True), (Version0410, True), (Version060, True), (Version049, False)])
 @pytest.mark.parametrize("nvml", [True, False])
 def test_the_headroom_is_set_and_nothing_else(version, sets, nvml):
@@ -68,7 +69,7 @@ def paged(monkeypatch):
     return control
 
 
-@pytest.mark.row(13)
+@pytest.mark.row(13, partial=A_GPU)
 def test_the_pager_leaves_what_another_process_has_been_admitted_for(paged):
     peer = Peer(models={"A": 3000 * MIB})
     registry.register(peer)

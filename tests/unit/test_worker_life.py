@@ -122,7 +122,6 @@ worker.stop()
 
 
 @pytest.mark.behaviour(14)
-@pytest.mark.behaviour(17)
 @pytest.mark.behaviour(18)
 def test_the_resolved_options_and_folders_are_there(make, monkeypatch):
     """B054."""
@@ -322,6 +321,7 @@ def test_two_workers_run_at_the_same_time(make, tmp_path):
 
 
 @pytest.mark.row(39)
+@pytest.mark.behaviour(21)
 @pytest.mark.parametrize("swallow", [False, True])
 def test_an_interrupt_ends_the_call_and_not_the_worker(make, tmp_path, swallow):
     """B045, B047, B048."""
@@ -475,7 +475,6 @@ except KeyboardInterrupt:
     assert not any(runs(pid) for pid in pids)
 
 
-@pytest.mark.behaviour(21)
 def test_a_node_may_have_processes_of_its_own(make, tmp_path):
     """B061."""
     assert len(ask(make(), "pool", {"began": str(tmp_path / "began")})) == 2
