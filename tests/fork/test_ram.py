@@ -106,7 +106,6 @@ def test_an_entry_that_cannot_be_measured_is_dropped_and_the_next_prompt_runs(ca
     assert sum("cannot be measured" in record.message for record in caplog.records) == 1
 
 
-@pytest.mark.row(15)
 @pytest.mark.row(36)
 def test_a_latent_in_a_dictionary_and_what_a_worker_holds_weigh_what_they_are(card, here, box):
     import torch
@@ -243,6 +242,7 @@ def test_a_received_tensor_that_is_dropped_is_unlocked_first(card, here, box, mo
 
 
 @pytest.mark.row(8)
+@pytest.mark.row(15)
 def test_the_cache_s_own_thresholds_fit_the_container(card, here, box):
     from comfy import process_memory
     assert process_memory.cache_sizes(10.0, 128.0, []) == (32 * 0.10, 32.0)

@@ -100,7 +100,6 @@ def test_independent_nodes_of_different_workers_run_at_the_same_time(server):
     assert max(a0, b0) < min(a1, b1)
 
 
-@pytest.mark.row(27)
 def test_an_idle_worker_ends_and_its_results_stay(server):
     seed = time.time_ns() % 50
     graph = one("ZooIdleImage", seed=seed)
