@@ -221,8 +221,8 @@ class Isolation:
             # The worker had the folders from the host this time, and names only those that are new.
             folders = {name: pack["folders"] for name, pack in before["packs"].items()}
             said = {**said, "packs": {name: {**now, "folders": {**folders.get(name, {}), **now.get("folders", {})}} for name, now in said["packs"].items()}}
-        known = self._known[station.name]
-        if said != known.said:
+        known = self._known.get(station.name)
+        if known is not None and said != known.said:
             known.keep(said)
 
     def _refuse(self, pack: Pack, reason: str | None = None, station: Any = None) -> ModuleType | None:
