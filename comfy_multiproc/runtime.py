@@ -53,6 +53,7 @@ class Runtime:
         self.inbox = Inbox(self._work)
         self._interrupt = interrupt
         self._executor: Any = None
+        self._queue: Any = None
         self._sleeping: ExitStack | None = None
         self._always = ExitStack()
         self._busy = False
@@ -114,6 +115,7 @@ class Runtime:
     def execution_thread(self, queue: Any, executor: Any) -> None:
         self.inbox.bind()
         self._executor = executor
+        self._queue = queue
         not_empty = getattr(queue, "not_empty", None)
 
         def wake() -> None:
@@ -325,6 +327,8 @@ class Runtime:
             self._take_slot()
         if self.slot is not None:
             self.slot.confirm()
+        if self._sleeping is not None and getattr(self._queue, "flags", None):
+            self._wake()    # /free has come between ComfyUI's look at its flags and its sleep, which lasts for minutes
         self.peers.refresh()
 
     def _move(self) -> None:
