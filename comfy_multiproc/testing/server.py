@@ -203,7 +203,7 @@ def start_server(tree: str | os.PathLike[str], args: Sequence[str] = (), *, mode
         variables.update(environment or {})
         with open(home / "server.log", "wb") as log:
             process = subprocess.Popen(command, cwd=tree, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=variables,
-                                       start_new_session=True)
+                                       start_new_session=True, preexec_fn=_listen_to_ctrl_c if _deaf() else None)
         server = Server(process, port, home)
         with _not_outliving_us(process):
             try:
@@ -211,6 +211,15 @@ def start_server(tree: str | os.PathLike[str], args: Sequence[str] = (), *, mode
                 yield server
             finally:
                 server.stop()
+
+
+def _deaf() -> bool:
+    """Whether what is started from here ignores Ctrl-C, as a shell has it for what runs in its background."""
+    return os.name == "posix" and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def _listen_to_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import time
 
 import pytest
@@ -130,16 +131,25 @@ def answers(server):
         return False
 
 
+def ended(server):
+    """The exit code; where its threads are is in the log of one that does not end."""
+    try:
+        return server.process.wait(SOON)
+    except subprocess.TimeoutExpired:
+        server.process.send_signal(signal.SIGABRT)
+        return server.process.wait(SOON)
+
+
 def test_ctrl_c_is_one_clean_stop_with_workers_that_are_busy(start):
     """B057: the terminal's whole group gets it, twice."""
-    with start() as server:
+    with start(PYTHONFAULTHANDLER="1") as server:
         post(server, {"life_a": "loop", "life_b": "native"})
         shared = shared_memory(server)
         os.killpg(server.pid, signal.SIGINT)
         time.sleep(0.5)     # as an impatient person does
         if server.process.poll() is None:
             os.killpg(server.pid, signal.SIGINT)
-        assert server.process.wait(SOON) == 0
+        assert ended(server) == 0, server.log()
         until(lambda: not family(server), "something has outlived the server")
         log = server.log()
     assert log.count("Stopped server") == 1

@@ -85,6 +85,7 @@ def test_an_isolated_pack_is_imported_once_for_each_start_of_its_worker(server, 
     while packs(server)["good"]["state"] != "stopped" and time.monotonic() < deadline:
         time.sleep(0.1)
     new = server.home / "models" / "loras" / "zoo_new.safetensors"
+    new.parent.mkdir(exist_ok=True)
     try:
         new.touch()
         files = server.get("/object_info/Good")["Good"]["input"]["optional"]["file"][0]
