@@ -5,6 +5,7 @@ Without an isolated pack every function here returns at once and nothing is chan
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib.util
 import logging
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 START = 300.0
 """Seconds that a worker may take to start and to import its packs before they count as failed."""
+
+SETTLE = 1.0
+"""Seconds that a server has to itself to begin to answer, before workers that nobody has called yet are started."""
 
 NOTHING: dict[str, Any] = {"classes": [], "display_names": {}, "web_directories": {}, "folders": {}, "edits": []}
 """The description of a pack that has failed."""
@@ -391,7 +395,7 @@ def loaded() -> None:
             return
 
         async def start_rest(app: Any) -> None:
-            current.start_rest()
+            asyncio.get_running_loop().call_later(SETTLE, current.start_rest)
         server.app.on_startup.append(start_rest)
 
 
