@@ -130,9 +130,9 @@ class Runtime:
 
     def idle(self) -> None:
         self._loop = None
-        self._set_busy(False)
         if self._behind:
-            self.changed()
+            self.changed()      # before it: who sees this process idle takes its figures for what it holds at rest
+        self._set_busy(False)
         self._serve(Moment.IDLE)
         if self._sleeping is None:
             self._sleeping = ExitStack()
@@ -254,8 +254,6 @@ class Runtime:
         # What is in use is on offer again, or not any more; without a load the figures are what they were.
         if self._dirty or (changed and self._loaded):
             self.changed()
-        elif changed:
-            self._boundary(False)
 
     def _serve(self, moment: Moment) -> None:
         self.inbox.serve(moment)

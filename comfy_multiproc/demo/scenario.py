@@ -154,9 +154,12 @@ def _run_all(report: Report, server: Server, recorder: Recorder, runtime: Path, 
     if small_card:
         report.check(len(recording.releases()) >= 2, f"processes gave memory to each other ({len(recording.releases())} releases)")
 
+    def busy() -> bool:
+        return any("tint" in row["name"] and row["state"] == "busy" for row in ledger_rows(runtime))
+
     recorder.mark("step", "cancelled")
     report.say("  cancelled ...")
-    ended, seconds = asyncio.run(_while_running(server, slow_workflow(600), "tint", lambda: server.post("/interrupt", {})))
+    ended, seconds = asyncio.run(_while_running(server, slow_workflow(600), busy, lambda: server.post("/interrupt", {})))
     report.check(ended.error is not None and "exception_message" not in ended.error and seconds < CANCEL_SECONDS,
                  f"a cancelled prompt ended as interrupted, {seconds:.1f} s after the click")
     report.check(step("after it", slow_workflow(1)).ok, "the next prompt runs")
@@ -164,7 +167,7 @@ def _run_all(report: Report, server: Server, recorder: Recorder, runtime: Path, 
     recorder.mark("step", "worker killed")
     report.say("  worker killed ...")
     victim = next((row["pid"] for row in ledger_rows(runtime) if "tint" in row["name"]), None)
-    ended, seconds = asyncio.run(_while_running(server, slow_workflow(601), "tint", lambda: os.kill(victim, signal.SIGKILL) if victim else None))
+    ended, seconds = asyncio.run(_while_running(server, slow_workflow(601), busy, lambda: os.kill(victim, signal.SIGKILL) if victim else None))
     message = str((ended.error or {}).get("exception_message", ""))
     report.check(victim is not None and "signal 9" in message.lower() or "SIGKILL" in message, f"a killed worker is named in the error: {message.strip().splitlines()[0] if message else 'no error'}")
     report.check(step("after it", fresh(slow_workflow(1), 0)).ok, "the next prompt runs in a new worker")
@@ -173,22 +176,17 @@ def _run_all(report: Report, server: Server, recorder: Recorder, runtime: Path, 
     report.check(not any(event.kind == "out of memory" for event in recording.events), "no prompt ran out of memory")
 
 
-async def _while_running(server: Server, prompt: dict[str, Any], node: str, act: Callable[[], object]) -> tuple[Result, float]:
-    """Runs a prompt and does `act` once `node` makes progress; gives the result and the seconds from there to the end."""
+async def _while_running(server: Server, prompt: dict[str, Any], busy: Callable[[], bool], act: Callable[[], object]) -> tuple[Result, float]:
+    """Runs a prompt and does `act` once the worker is `busy` with it; gives the result and the seconds from there to the end."""
     running = asyncio.create_task(server.run_async(prompt))
     deadline = time.monotonic() + 60
-    while not await asyncio.to_thread(_progressing, server, node):
+    while not await asyncio.to_thread(busy):
         if time.monotonic() > deadline or running.done():
-            raise ServerError(f"node {node} did not start:\n{server.log()[-3000:]}")
-        await asyncio.sleep(0.1)
+            raise ServerError(f"the worker did not start on the prompt:\n{server.log()[-3000:]}")
+        await asyncio.sleep(0.05)
     began = time.monotonic()
     await asyncio.to_thread(act)
     return await running, time.monotonic() - began
-
-
-def _progressing(server: Server, node: str) -> bool:
-    queue = server.get("/queue")
-    return any(node in entry[2] for entry in queue["queue_running"])
 
 
 def without_series(report: Report, tree: Path, work: Path, *, card: CardSettings) -> None:
