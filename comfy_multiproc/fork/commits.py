@@ -41,16 +41,21 @@ def write(repository: Path, plan: Plan, base: str | Iterable[str], *, ref: str, 
             _commit(stream, ref, 1, f"ComfyUI {plan.version}\n", AUTHOR, EPOCH)
             for name in base:
                 _file(stream, plan.root, name, (plan.root / name).read_bytes())
+        made: list[str] = []
         for order, patch in enumerate(plan.patches):
-            _commit(stream, ref, order + 2, patch.message, who, when, base if order == 0 and isinstance(base, str) else "")
-            for name, data in plan.changed(order).items():
+            files = plan.changed(order)
+            if not files:
+                continue    # nothing of it exists in this release, and mail without a change is none
+            _commit(stream, ref, order + 2, patch.message, who, when, base if not made and isinstance(base, str) else "")
+            made.append(f":{order + 2}")
+            for name, data in files.items():
                 _file(stream, plan.root, name, data)
         stream.write(b"done\n")
         stream.seek(0)
         marks = Path(work, "marks")
         git.run("fast-import", "--quiet", "--done", "--force", f"--export-marks={marks}", cwd=repository, stdin=stream)
         numbers = dict(line.split() for line in marks.read_text("ascii").splitlines())
-    return Commits(base if isinstance(base, str) else numbers[":1"], tuple(numbers[f":{order + 2}"] for order in range(len(plan.patches))))
+    return Commits(base if isinstance(base, str) else numbers[":1"], tuple(numbers[mark] for mark in made))
 
 
 def _commit(stream: IO[bytes], ref: str, mark: int, message: str, who: str, when: int, start: str = "") -> None:

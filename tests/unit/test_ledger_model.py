@@ -6,9 +6,11 @@ A short run by default. A long one, of at least 100,000 steps:
 """
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,19 @@ class World:
 
 
 world: World
+failures: list[str] = []
+
+
+def told(function):
+    """Keep how it failed: a run that depends on timing may go well when Hypothesis repeats it, and then it says only that."""
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        try:
+            return function(*args, **kwargs)
+        except Exception:
+            failures.append(traceback.format_exc())
+            raise
+    return call
 
 
 class Machine(RuleBasedStateMachine):
@@ -70,6 +85,7 @@ class Machine(RuleBasedStateMachine):
         return i not in self.sampling and i not in self.stopped
 
     @rule(orders=st.lists(st.tuples(who, models, sizes), min_size=1, max_size=PROCESSES, unique_by=lambda order: order[0]))
+    @told
     def load(self, orders):
         """One process loads, or several at the same time."""
         sent = [i for i, _, _ in orders if self.free(i)]
@@ -81,11 +97,13 @@ class Machine(RuleBasedStateMachine):
             assert type(loaded) is int, loaded
 
     @rule(i=who, size=sizes)
+    @told
     def make_room(self, i, size):
         if self.free(i):
             world.children[i].call(("free", size))
 
     @rule(i=who, j=who, size=sizes, kind=st.sampled_from(["release", "unload", "reset", "release_ram", "release_pins"]))
+    @told
     def ask(self, i, j, size, kind):
         """A request has an answer within its deadline, whatever the other one does, and it is a true one."""
         if i == j or i in self.stopped:
@@ -102,6 +120,7 @@ class Machine(RuleBasedStateMachine):
             assert outcome is Outcome.BUSY
 
     @rule(i=who, model=models, size=sizes, steps=st.booleans())
+    @told
     def begin_to_sample(self, i, model, size, steps):
         if self.free(i):
             world.children[i].tell(("sample", f"{model}{size}", size, steps))
@@ -110,6 +129,7 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.sampling)
     @rule(data=st.data())
+    @told
     def end_sampling(self, data):
         i = data.draw(st.sampled_from(sorted(self.sampling)))
         if i not in self.stopped:
@@ -121,6 +141,7 @@ class Machine(RuleBasedStateMachine):
         self.sampling.discard(i)
 
     @rule(i=who)
+    @told
     def stop(self, i):
         if i not in self.stopped and len(self.stopped) < PROCESSES - 1:
             world.children[i].stop()
@@ -128,6 +149,7 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.stopped)
     @rule(data=st.data())
+    @told
     def go_on(self, data):
         self.resume(data.draw(st.sampled_from(sorted(self.stopped))))
 
@@ -136,12 +158,14 @@ class Machine(RuleBasedStateMachine):
         self.stopped.discard(i)
 
     @rule(i=who)
+    @told
     def capture(self, i):
         if i not in self.stopped and i not in self.sampling:
             world.children[i].call(("capture", i not in self.capturing))
             self.capturing ^= {i}
 
     @rule(i=who, luck=st.integers(0, 9))
+    @told
     def die(self, i, luck):
         if luck == 0:
             world.children[i].kill()
@@ -150,10 +174,12 @@ class Machine(RuleBasedStateMachine):
             world.children[i] = world.start()
 
     @invariant()
+    @told
     def the_card_is_never_over_committed(self):
         card = read_card(world.folder / "card")
         assert card.used <= CARD and card.peak <= CARD and card.refusals == 0
 
+    @told
     def teardown(self):
         """Once nothing goes on any more, the books are what is there, and nothing is claimed."""
         for i in sorted(self.stopped):
@@ -183,9 +209,12 @@ Machine.TestCase.settings = settings(
 @pytest.mark.row(1)
 def test_whatever_they_do():
     global world
+    failures.clear()
     with tempfile.TemporaryDirectory() as folder:
         world = World(Path(folder))
         try:
             run_state_machine_as_test(Machine, settings=Machine.TestCase.settings)
+        except Exception as e:
+            raise AssertionError("".join(failures[:1]) or str(e)) from e
         finally:
             world.end()

@@ -273,6 +273,13 @@ def test_a_killed_builder_leaves_no_lock(project, repository, tmp_path):
     assert not tree.build(checkout(repository), tmp_path / "fork").reused
 
 
+def test_a_patch_of_which_nothing_exists_in_a_release_is_no_commit(project, repository, tmp_path):
+    (project / "patches" / "01-a.toml").write_text(PATCH.format(name="a") + 'since = "9.0"\n')
+    fork = tree.build(checkout(repository), tmp_path / "fork")
+    assert series_of(fork.path) == ["upstream", "model_management: b"]
+    assert [file.name for file in tree.export(checkout(repository), tmp_path / "out")] == ["0001-model_management-b.patch"]
+
+
 def test_a_damaged_note_rebuilds(project, repository, tmp_path):
     fork = tree.build(checkout(repository), tmp_path / "fork")
     (fork.path / ".git" / tree.NOTE).write_text("{")
