@@ -31,7 +31,11 @@ class Child:
         self.pipe.send(what)
 
     def hear(self) -> Any:
-        assert self.pipe.poll(SECONDS), "the child said nothing"
+        if not self.pipe.poll(SECONDS):
+            if self.process.is_alive():
+                os.kill(self.pid, signal.SIGUSR1)       # where its threads are goes to stderr: see `small`
+                self.pipe.poll(1)
+            raise AssertionError(f"child {self.pid} said nothing within {SECONDS:.0f} seconds")
         return self.pipe.recv()
 
     def call(self, what: Any) -> Any:

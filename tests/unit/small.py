@@ -5,7 +5,9 @@ capacity file, so what is over-committed fails as it would on a card. It needs n
 """
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
@@ -370,4 +372,5 @@ class Process:
 
 def process(pipe, folder, card, name="", patience=1.0, barrier=None):
     """The main function of a child."""
+    faulthandler.register(signal.SIGUSR1)
     Process(pipe, folder, card, name, patience, barrier).run()
