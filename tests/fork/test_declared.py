@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import pathlib
+import time
 
 import pytest
 
@@ -125,8 +126,12 @@ def test_a_copy_for_the_second_gpu_is_admitted_and_seen_there(card, other, tmp_p
 @pytest.mark.card(size="64M", count=2)
 def test_a_second_copy_asks_others_for_host_memory_that_is_missing(card, other, tmp_path, monkeypatch):
     import comfy.sd
-    from comfy.process_memory import limits, ram
+    from comfy.process_memory import limits, ram, registry
     unet = comfy.sd.load_diffusion_model(str(tiny_models.ensure(["unet"]) / tiny_models.FILES["unet"][0]))
+    deadline = time.monotonic() + 60
+    while not registry.entries:
+        assert time.monotonic() < deadline, "the other process is not found"
+        time.sleep(0.01)
     asked = []
     monkeypatch.setattr(ram, "ask", lambda method, missing: asked.append((method, missing)) or 0)
     monkeypatch.setattr(limits, "available", lambda: ram.FLOOR + 10 * MIB)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import pathlib
+import time
 import types
 
 import pytest
@@ -276,4 +277,6 @@ def test_the_ceiling_of_one_is_the_ceiling_of_both(card, spawn, here, tmp_path):
     assert other.call("pin", model="used", nbytes=8 * MIB, active=True) is True
     assert runtimes.pin("mine", 4 * MIB) is False and runtimes.pinned() == [0, 0]       # 12 of 10: it stays unlocked
     other.kill()
-    assert runtimes.pin("mine", 4 * MIB) is True
+    deadline = time.monotonic() + 5
+    while not runtimes.pin("mine", 4 * MIB):     # for a moment a process that was seen alive is taken to be so
+        assert time.monotonic() < deadline
