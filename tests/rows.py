@@ -3,10 +3,15 @@
 A pytest plugin. Tests carry ``@pytest.mark.row(N)`` or ``behaviour(N)``, with ``partial="what is left"`` when the row is
 met only in part. A row is met when at least one of its tests passed and none failed; without a test it is not.
 
-    --rows-write      write docs/rows.md from this run
-    --rows-check      fail if docs/rows.md is not what this run says
+    pytest --rows-record FILE                   write what this run says of each row
+    python -m tests.rows write FILE ...         docs/rows.md from such records
+    python -m tests.rows check FILE ...         fail if docs/rows.md is not what they say
 """
 
+import argparse
+import difflib
+import json
+import sys
 import tomllib
 from collections import defaultdict
 from pathlib import Path
@@ -28,9 +33,7 @@ shows it on real ComfyUI or, where a row is arithmetic, on its numbers. "Partial
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("rows")
-    group.addoption("--rows-write", action="store_true", help="write docs/rows.md from this run")
-    group.addoption("--rows-check", action="store_true", help="fail if docs/rows.md is not what this run says")
+    parser.getgroup("rows").addoption("--rows-record", type=Path, metavar="FILE", help="write what this run says of each row of the specification")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -68,12 +71,33 @@ class Scoreboard:
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if hasattr(self.config, "workerinput") or exitstatus not in (0, 1):
             return
-        said = table(self.outcomes)
-        if self.config.getoption("--rows-write"):
-            TABLE.write_text(said, "utf-8")
-        elif self.config.getoption("--rows-check") and TABLE.exists() and TABLE.read_text("utf-8") != said:
-            session.exitstatus = 1
-            self.config.get_terminal_writer().line("\ndocs/rows.md is not what this run says: write it with `python -m comfy_multiproc test --rows`", red=True)
+        if record := self.config.getoption("--rows-record"):
+            record.parent.mkdir(parents=True, exist_ok=True)
+            record.write_text(json.dumps([[*row, tests] for row, tests in self.outcomes.items()]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.rows")
+    parser.add_argument("action", choices=["write", "check"])
+    parser.add_argument("record", nargs="+", type=Path)
+    args = parser.parse_args()
+    if missing := [path.stem for path in args.record if not path.exists()]:
+        sys.stderr.write(f"docs/rows.md is left as it is: there is no complete run of {', '.join(missing)}\n")
+        return 1
+    outcomes: Outcomes = defaultdict(dict)
+    for path in args.record:
+        for kind, number, tests in json.loads(path.read_text()):
+            outcomes[kind, number] |= tests
+    said = table(outcomes)
+    if args.action == "write":
+        TABLE.write_text(said, "utf-8")
+        return 0
+    there = TABLE.read_text("utf-8") if TABLE.exists() else ""
+    for line in difflib.unified_diff(there.splitlines(), said.splitlines(), "docs/rows.md", "this run", n=0, lineterm=""):
+        sys.stderr.write(line + "\n")
+    if there != said:
+        sys.stderr.write("docs/rows.md is not what this run says: write it with `python -m comfy_multiproc test --rows`\n")
+    return int(there != said)
 
 
 def table(outcomes: Outcomes) -> str:
@@ -98,3 +122,6 @@ def verdict(tests: dict[str, tuple[str, str]]) -> tuple[str, str]:
         return "no", ": a test fails" if "failed" in states else ""
     return ("partial", f": {left}") if left else ("yes", "")
 
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from comfy_multiproc.fork.errors import ForkError
 
 WORKERS = 4
 """Test processes at most; a level that starts servers needs about 2 GB for each."""
+NOTHING = 5
+"""Pytest's exit code when no test was chosen."""
 GRACE = 60.0
 """Seconds pytest has to report after Ctrl-C."""
 
@@ -32,28 +35,63 @@ def configure(commands: Any) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     root = project_root()
     chosen = choose(args.level, levels(root))
-    if args.rows and chosen != levels(root):
-        raise ForkError("--rows writes what all tests show: give no LEVEL with it")
+    if args.rows and (args.rest or chosen != levels(root)):
+        raise ForkError("--rows writes what all tests show: give no LEVEL and no pytest arguments with it")
     source = common.find_source(args, console)
     built = common.build_fork(args, source, console)
     environment = Environment(root / ".venv")
     environment.ensure([*TORCH, *requirement_lines(built.path / "requirements.txt"), *test_requirements(root)], console.progress)
     console.settle()
-    command = [str(environment.python), "-m", "pytest", *parallel(args.rest), *rows(args, chosen == levels(root)), *(str(Path("tests", level)) for level in chosen), *args.rest]
     fork = {"COMFY_MULTIPROC_FORK": str(built.path), "COMFY_MULTIPROC_UPSTREAM": str(source.path)}
-    with subprocess.Popen(command, cwd=root, env=os.environ | fork) as pytest:
+    asked = places(root, args.rest)
+    if other := [level for level in asked if level not in chosen]:
+        raise ForkError(f"{asked[other[0]][0]} is not in {', '.join(chosen)}: leave the LEVEL out")
+    rest = [argument for argument in args.rest if argument not in sum(asked.values(), [])]
+    whole = chosen == levels(root) and not args.rest
+    records = root / ".pytest_cache" / "rows"
+    shutil.rmtree(records, ignore_errors=True)
+    codes: dict[str, int] = {}
+    for level in [level for level in chosen if level in asked] if asked else chosen:
+        # A process per level: the levels import ComfyUI from different places.
+        console.progress(f"Testing {level}")
+        console.settle()
+        command = [str(environment.python), "-m", "pytest", *parallel(rest), "-o", f"cache_dir=.pytest_cache/{level}"]
+        record = ["--rows-record", str(records / f"{level}.json")] if whole else []
+        codes[level] = pytest([*command, *record, *asked.get(level, [f"tests/{level}"]), *rest], root, fork)
+        if codes[level] and {"-x", "--exitfirst", "--pdb"}.intersection(rest):
+            break
+    if whole:
+        compare = [str(environment.python), "-m", "tests.rows", "write" if args.rows else "check", *(str(records / f"{level}.json") for level in chosen)]
+        codes["docs/rows.md"] = subprocess.run(compare, cwd=root).returncode
+    return summary(codes, console)
+
+
+def pytest(command: list[str], root: Path, fork: dict[str, str]) -> int:
+    with subprocess.Popen(command, cwd=root, env=os.environ | fork) as process:
         try:
-            return pytest.wait()
+            return process.wait()
         except KeyboardInterrupt:
             # The terminal has told pytest too, which ends its workers and reports; a second Ctrl-C does not wait for that.
-            return pytest.wait(GRACE)
+            process.wait(GRACE)
+            raise
 
 
-def rows(args: argparse.Namespace, everything: bool) -> list[str]:
-    """What makes pytest write docs/rows.md or, in a run of everything, compare it."""
-    if args.rows:
-        return ["--rows-write"]
-    return ["--rows-check"] if everything and not args.rest else []
+def summary(codes: dict[str, int], console: Console) -> int:
+    """Says which levels failed. A level of which a choice like `-k` leaves nothing has not failed, unless it is so for all."""
+    failed = {level: code for level, code in codes.items() if code not in (0, NOTHING)}
+    if len(codes) > 1:
+        word, named = ("Failed", list(failed)) if failed else ("Passed", [level for level, code in codes.items() if not code])
+        console.say(f"{word}: {', '.join(named) or 'nothing, no test was chosen'}")
+    return next(iter(failed.values())) if failed else NOTHING if set(codes.values()) == {NOTHING} else 0
+
+
+def places(root: Path, arguments: list[str]) -> dict[str, list[str]]:
+    """The files and tests among pytest's arguments, by level."""
+    found: dict[str, list[str]] = {}
+    for argument in arguments:
+        if argument.startswith("tests/") and (path := Path(argument.partition("::")[0])).parts[1:] and (root / path).exists():
+            found.setdefault(path.parts[1], []).append(argument)
+    return found
 
 
 def levels(root: Path) -> list[str]:

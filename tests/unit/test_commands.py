@@ -347,6 +347,30 @@ def test_the_user_decides_how_the_tests_are_spread(own: list[str]) -> None:
     assert test.parallel(["-x", "-k", "n"])[0] == "-n"
 
 
+def test_files_of_the_user_are_run_in_their_own_level(tmp_path: Path) -> None:
+    for name in ("unit", "fork"):
+        (tmp_path / "tests" / name).mkdir(parents=True)
+        (tmp_path / "tests" / name / "test_it.py").write_text("")
+    given = ["-k", "tests", "tests/fork/test_it.py::test_a", "tests/unit/test_it.py", "tests/fork", "tests/none.py"]
+    assert test.places(tmp_path, given) == {"fork": ["tests/fork/test_it.py::test_a", "tests/fork"], "unit": ["tests/unit/test_it.py"]}
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "says"),
+    [
+        ({"unit": 0, "fork": 5}, 0, "Passed: unit"),
+        ({"unit": 5, "fork": 5}, 5, "Passed: nothing, no test was chosen"),
+        ({"unit": 0, "fork": 1, "docs/rows.md": 1}, 1, "Failed: fork, docs/rows.md"),
+        ({"unit": 2, "fork": 1}, 2, "Failed: unit, fork"),
+        ({"unit": 5}, 5, ""),
+    ],
+)
+def test_one_level_that_fails_fails_the_run(codes: dict[str, int], code: int, says: str) -> None:
+    out = io.StringIO()
+    assert test.summary(codes, Console(out, io.StringIO())) == code
+    assert out.getvalue().strip() == says.strip()
+
+
 # --- doctor ---
 
 
