@@ -46,6 +46,9 @@ def main() -> int:
     (args.out / "report.json").write_text(scenario.summary(report))
     failed = [text for ok, text in report.checks if not ok]
     console.say(f"Pictures, timeline and report: {args.out}")
+    for title, recording in report.recordings.items():
+        ran, failed_prompts = (sum(event.kind == kind for event in recording.events) for kind in ("step", "out of memory"))
+        console.say(f"{title[0].upper()}{title[1:]}: {failed_prompts} of {ran} prompts ran out of memory, at most {recording.peak >> 20} of {recording.size >> 20} MiB on the card")
     console.say(f"{len(report.checks) - len(failed)} of {len(report.checks)} checks hold" + ("" if not failed else ": " + "; ".join(f"NOT: {text}" for text in failed)))
     return 0 if report.ok else 1
 

@@ -8,12 +8,15 @@ from .recorder import Recording, Sample
 
 COLOURS = ["#4878d0", "#ee854a", "#6acc64", "#956cb4", "#d65f5f", "#8c613c"]
 BARS = " ▁▂▃▄▅▆▇█"
+MARKS = {"release": "▼", "out of memory": "×"}
 MIB = 1 << 20
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 1400, 420, 90, 46, 24, 124
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 1400, 470, 90, 80, 24, 150
+SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
+CLAIMED, RELEASED, FAILED = "#c8c8c8", "#007a33", "#c00000"
 
 
 def draw(recordings: dict[str, Recording], path: Path) -> None:
-    """One panel per recording, stacked by process, claims hatched on top, marks for steps, releases and failures."""
+    """One panel per recording, stacked by process, claims grey on top, marks for steps, releases and failures."""
     from PIL import Image, ImageDraw, ImageFont
     image = Image.new("RGB", (WIDTH, HEIGHT * len(recordings)), "white")
     canvas = ImageDraw.Draw(image)
@@ -46,43 +49,91 @@ def _panel(canvas, top: int, title: str, recording: Recording, font, small) -> N
                 base += size
         claimed = sum(before.claimed.values())
         if claimed:
-            canvas.rectangle([x(before.at), max(upper, y(base + claimed)), max(x(before.at) + 1, x(after.at)), y(base)], fill="#c8c8c8")
-    canvas.line([left, y(recording.size), right, y(recording.size)], fill="#c00000", width=2)
-    canvas.text((right - 130, y(recording.size) - 16), "size of the card", fill="#c00000", font=small)
+            canvas.rectangle([x(before.at), max(upper, y(base + claimed)), max(x(before.at) + 1, x(after.at)), y(base)], fill=CLAIMED)
+    canvas.line([left, y(recording.size), right, y(recording.size)], fill=FAILED, width=2)
+    canvas.text((right - 130, y(recording.size) - 16), "size of the card", fill=FAILED, font=small)
     for share in (0, 0.25, 0.5, 0.75, 1):
         canvas.text((left - 70, y(recording.size * share) - 7), f"{recording.size * share / MIB:.0f} MiB", fill="black", font=small)
     canvas.line([left, lower, right, lower], fill="black")
-    steps = [event for event in recording.events if event.kind == "step"]
-    for number, event in enumerate(steps):
-        canvas.line([x(event.at), upper, x(event.at), lower + 4], fill="#999999")
-        canvas.text((min(x(event.at) + 2, right - canvas.textlength(event.text, font=small)), lower + 4 + 13 * (number % 5)), event.text, fill="#333333", font=small)
+    tick = next((seconds for seconds in SECONDS if length / seconds <= 16), length)
+    for number in range(int(length / tick) + 1):
+        canvas.line([x(number * tick), lower, x(number * tick), lower + 4], fill="black")
+        canvas.text((x(number * tick), lower + 6), f"{number * tick:g} s", fill="black", font=small, anchor="ma")
+    for number, event in enumerate(event for event in recording.events if event.kind == "step"):
+        canvas.line([x(event.at), upper, x(event.at), lower + 20], fill="#999999")
+        canvas.text((min(x(event.at) + 2, right - canvas.textlength(event.text, font=small)), lower + 22 + 13 * (number % 5)), event.text, fill="#333333", font=small)
+    ends = [0.0, 0.0]       # of the words in each of two lines
+    for at, words in released(recording, 30 * length / (right - left)):
+        canvas.line([x(at), upper - 12, x(at), lower], fill=RELEASED)
+        triangle(canvas, x(at), upper - 12)
+        wide = canvas.textlength(words, font=small)
+        place = min(x(at) - 5, right - wide)
+        row = 0 if ends[0] <= place else 1
+        ends[row] = place + wide + 8
+        canvas.text((place, upper - 28 - 14 * row), words, fill=RELEASED, font=small)
     for event in recording.events:
-        if event.kind == "release":
-            canvas.polygon([(x(event.at) - 5, upper - 12), (x(event.at) + 5, upper - 12), (x(event.at), upper - 3)], fill="#007a33")
-        elif event.kind == "out of memory":
-            canvas.line([x(event.at) - 5, upper - 14, x(event.at) + 5, upper - 4], fill="#c00000", width=3)
-            canvas.line([x(event.at) - 5, upper - 4, x(event.at) + 5, upper - 14], fill="#c00000", width=3)
-    place = left
-    for pid in order:
-        canvas.rectangle([place, lower + 76, place + 12, lower + 88], fill=COLOURS[order.index(pid) % len(COLOURS)])
-        text = f"{recording.names[pid]} ({pid})"
-        canvas.text((place + 17, lower + 75), text, fill="black", font=small)
-        place += 40 + int(canvas.textlength(text, font=small))
-    for colour, text in (("#c8c8c8", "claimed"), ("#007a33", "released for another process"), ("#c00000", "out of memory")):
-        canvas.rectangle([place, lower + 76, place + 12, lower + 88], fill=colour)
-        canvas.text((place + 17, lower + 75), text, fill="black", font=small)
-        place += 40 + int(canvas.textlength(text, font=small))
+        if event.kind == "out of memory":
+            cross(canvas, min(x(event.at), right - 6), upper - 9)
+    place, key = left, lower + 100
+    for number, pid in enumerate(order):
+        canvas.rectangle([place, key, place + 12, key + 12], fill=COLOURS[number % len(COLOURS)])
+        place = legend(canvas, place, key, f"{recording.names[pid]} ({pid})", small)
+    canvas.rectangle([place, key, place + 12, key + 12], fill=CLAIMED)
+    place = legend(canvas, place, key, "claimed: admitted, not allocated yet", small)
+    triangle(canvas, place + 6, key + 1)
+    place = legend(canvas, place, key, "given back because another process asked", small)
+    cross(canvas, place + 6, key + 6)
+    legend(canvas, place, key, "out of memory", small)
+
+
+def legend(canvas, place: float, key: float, words: str, font) -> float:
+    """Words beside a mark at `place`; where the next mark may be."""
+    canvas.text((place + 17, key - 1), words, fill="black", font=font)
+    return place + 40 + canvas.textlength(words, font=font)
+
+
+def triangle(canvas, x: float, top: float) -> None:
+    canvas.polygon([(x - 5, top), (x + 5, top), (x, top + 9)], fill=RELEASED)
+
+
+def cross(canvas, x: float, y: float) -> None:
+    canvas.line([x - 5, y - 5, x + 5, y + 5], fill=FAILED, width=3)
+    canvas.line([x - 5, y + 5, x + 5, y - 5], fill=FAILED, width=3)
+
+
+def released(recording: Recording, near: float) -> list[tuple[float, str]]:
+    """When and what was given back; what one process has given within `near` seconds is one entry."""
+    groups: list[tuple[float, str, int]] = []
+    for event in recording.releases():
+        if groups and groups[-1][1] == event.who and event.at - groups[-1][0] <= near:
+            groups[-1] = (groups[-1][0], event.who, groups[-1][2] + event.size)
+        else:
+            groups.append((event.at, event.who, event.size))
+    return [(at, f"{who}: {size} MB") for at, who, size in groups]
 
 
 def text(recording: Recording, columns: int = 72) -> list[str]:
-    """A line of bars per process, each column the most it held in that time, and the steps below."""
+    """A line of bars per process, each column the most it held in that time, then what happened when, and the steps by number."""
     lines = []
     width = max((len(f"{name} ({pid})") for pid, name in recording.names.items()), default=4)
     for pid, name in recording.names.items():
         sizes = [most(recording.samples, pid, recording.length * column / columns, recording.length * (column + 1) / columns) for column in range(columns)]
         bars = "".join(BARS[min(8, -(-size * 8 // recording.size))] for size in sizes)
-        lines.append(f"  {f'{name} ({pid})':<{width}} |{bars}| at most {max(sizes, default=0) // MIB} MiB")
-    lines.append(f"  {'card':<{width}} |{'':<{columns}}| at most {recording.peak // MIB} of {recording.size // MIB} MiB at any moment")
+        lines.append(f"  {f'{name} ({pid})':<{width}} |{bars}| at most {max(sizes, default=0) / MIB:.0f} MiB")
+    marks, steps = [" "] * columns, [" "] * columns
+    for event in recording.events:
+        column = min(columns - 1, int(event.at / (recording.length or 1.0) * columns))
+        if event.kind in MARKS:
+            marks[column] = MARKS[event.kind]
+    names = [event for event in recording.events if event.kind == "step"]
+    for number, event in enumerate(names, 1):
+        column = min(columns - 1, int(event.at / (recording.length or 1.0) * columns))
+        while column < columns - 1 and steps[column] != " ":
+            column += 1
+        steps[column] = str(number)[-1]
+    lines.append(f"  {'':<{width}} |{''.join(marks)}| ▼ given back to another process, × out of memory")
+    lines.append(f"  {'step':<{width}} |{''.join(steps)}| {recording.length:.0f} s: {', '.join(f'{number} {event.text}' for number, event in enumerate(names, 1))}")
+    lines.append(f"  card: at most {recording.peak // MIB} of {recording.size // MIB} MiB at any moment")
     return lines
 
 

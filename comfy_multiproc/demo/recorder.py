@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 INTERVAL = 0.01
-ASKED = re.compile(r"Process memory: asked (?P<whom>.+?) for (?P<what>.+?): (?P<outcome>\w+|no answer), (?P<size>\d+) MB")
+ASKED = re.compile(r"(?:\[(?P<who>[^]]+)\] )?Process memory: asked (?P<whom>.+?) for (?P<what>.+?): (?P<outcome>\w+|no answer), (?P<size>\d+) MB")
+LEVELS = ("DEBUG", "INFO")
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,10 @@ class Sample:
 class Event:
     """Something worth a mark on the timeline."""
     at: float
-    kind: str       # "step" (of the demonstration), "release", "refused" (no room was given), "out of memory"
+    kind: str       # "step" (of the demonstration) and its "end", "release", "refused" (no room was given), "out of memory"
     text: str
+    who: str = ""   # has given memory back
+    size: int = 0   # so many MiB
 
 
 @dataclass
@@ -99,6 +102,7 @@ class Recorder:
         entry[1] = position + whole
         for line in data[:whole].decode("utf-8", "replace").splitlines():
             if asked := ASKED.search(line):
-                who = line[1:line.index("]")] if line.startswith("[") and "]" in line and not line.startswith("[DEBUG") else name
-                kind = "release" if asked["outcome"] == "freed" else "refused"
-                self.recording.events.append(Event(now, kind, f"{who} asked {asked['whom']} for {asked['what']}: {asked['size']} MB {asked['outcome']}"))
+                who = f"worker {asked['who']}" if asked["who"] and asked["who"] not in LEVELS else name
+                kind, size = "release" if asked["outcome"] == "freed" else "refused", int(asked["size"])
+                whom = asked["whom"].partition(" (pid")[0]
+                self.recording.events.append(Event(now, kind, f"{who} asked {whom} for {asked['what']}: {size} MB {asked['outcome']}", whom, size))

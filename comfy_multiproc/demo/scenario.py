@@ -23,7 +23,8 @@ from comfy_multiproc.testing.server import Result, Server, ServerError
 
 from .recorder import Recorder, Recording
 
-PACKS = Path(__file__).resolve().parents[2] / "examples" / "packs"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+PACKS = [EXAMPLES / "packs" / name for name in ("checkpoint_pack", "tint_pack")]
 CARD = CardSettings(size=300 << 20)
 """Room for one of the two checkpoints (about 250 MiB each), not for both."""
 
@@ -49,37 +50,12 @@ class Report:
         return bool(self.checks) and all(ok for ok, _ in self.checks)
 
 
-def host_workflow() -> dict[str, Any]:
-    """Text to image with the core loader: everything in the host."""
-    return dict(workflows.txt2img())
-
-
-def worker_workflow(prefix: str = "") -> dict[str, Any]:
-    """The same with the loader of an isolated pack: model, text encoder and VAE live in its worker."""
-    graph = dict(workflows.txt2img("worker"))
-    graph["ckpt"] = {**graph["ckpt"], "class_type": "CheckpointPackLoader"}
-    return renamed(graph, prefix)
-
-
-def slow_workflow(steps: int) -> dict[str, Any]:
-    """A picture that an isolated pack works on for `steps` tenths of a second."""
-    return {
-        "image": {"class_type": "EmptyImage", "inputs": {"width": 64, "height": 64, "batch_size": 1, "color": 0x804020}},
-        "tint": {"class_type": "TintPackTint", "inputs": {"image": ["image", 0], "strength": 0.5, "steps": steps, "pause": 0.1 if steps > 1 else 0.0}},
-        "save": {"class_type": "SaveImage", "inputs": {"images": ["tint", 0], "filename_prefix": "tint"}},
-    }
-
-
-def renamed(graph: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """The graph with `prefix` before every node's name, so that two can be one prompt."""
-    def value(given: Any) -> Any:
-        return [prefix + given[0], given[1]] if isinstance(given, list) and len(given) == 2 and given[0] in graph else given
-    return {prefix + name: {**node, "inputs": {key: value(given) for key, given in node["inputs"].items()}} for name, node in graph.items()}
-
-
-def fresh(graph: dict[str, Any], seed: int) -> dict[str, Any]:
-    """The graph with other noise, so that the sampler runs again."""
-    return {name: {**node, "inputs": {**node["inputs"], **({"seed": seed} if "seed" in node["inputs"] else {})}} for name, node in graph.items()}
+def workflow(name: str, **inputs: Any) -> dict[str, Any]:
+    """A prompt of the examples, with these inputs in every node that has them, so that it runs again."""
+    graph = json.loads((EXAMPLES / "workflows" / f"{name}.json").read_text("utf-8"))
+    for node in graph.values():
+        node["inputs"].update({key: value for key, value in inputs.items() if key in node["inputs"]})
+    return graph
 
 
 def ledger_rows(runtime: Path) -> list[dict[str, Any]]:
@@ -98,23 +74,22 @@ def ledger_rows(runtime: Path) -> list[dict[str, Any]]:
 
 def with_series(report: Report, tree: Path, work: Path, *, card: CardSettings | None, keep: Callable[[Server], None] | None = None) -> None:
     """The fork, its two example packs isolated in workers."""
-    models = tiny_models.ensure(workflows.models_of(host_workflow()))
+    models = tiny_models.ensure(workflows.models_of(workflow("host")))
     runtime, card_file = work / "runtime", work / "card"
     runtime.mkdir(mode=0o700)
-    packs = sorted(path for path in PACKS.iterdir() if (path / "__init__.py").exists())
 
     def read() -> tuple[dict[int, int], dict[int, int], dict[int, str]]:
+        reading = read_card(card_file) if card is not None else None    # before the claims, which shrink as the bytes appear
         rows = ledger_rows(runtime)
         names = {row["pid"]: row["name"] for row in rows}
         claimed = {row["pid"]: held["claimed"] or 0 for row in rows for held in row["devices"]}
-        if card is None:
+        if reading is None:
             return {row["pid"]: top_occupied(held) for row in rows for held in row["devices"]}, claimed, names
-        reading = read_card(card_file)
         held = {process.pid: process.total for process in reading.processes if process.total}
         recording.peak, recording.refusals = reading.peak, reading.refusals
         return held, claimed, {pid: name for pid, name in names.items() if held.get(pid)}
 
-    with start_server(tree, ["--verbose", "DEBUG"], models=models, packs=packs, card=card, card_file=card_file if card else None,
+    with start_server(tree, ["--verbose", "DEBUG", "--process-memory-name", "ComfyUI"], models=models, packs=PACKS, card=card, card_file=card_file if card else None,
                       environment={"COMFY_MULTIPROC_RUNTIME": str(runtime)}) as server:
         size = card.size if card else server.get("/system_stats")["devices"][0]["vram_total"]
         recorder = Recorder(size, read, {"ComfyUI": server.log_path})
@@ -142,14 +117,14 @@ def _run_all(report: Report, server: Server, recorder: Recorder, runtime: Path, 
         report.say(f"       {'; '.join(filter(None, [_outcome(result), f'{time.monotonic() - began:.1f} s']))}")
         return result
 
-    alone = step("in the host", host_workflow())
-    worker = step("in a worker", worker_workflow())
+    alone = step("in the host", workflow("host"))
+    worker = step("in a worker", workflow("worker"))
     report.check(alone.ok and worker.ok and alone.images == worker.images != [], "the worker makes the host's picture, pixel for pixel")
     _keep_images(report, server, alone, "host")
     _keep_images(report, server, worker, "worker")
-    both = step("both together", {**fresh(host_workflow(), 2), **fresh(worker_workflow("w"), 2)})
+    both = step("both together", workflow("both", seed=2))
     report.check(both.ok and len(both.images) == 2 and len(set(both.images)) == 1, "both together in one prompt: two pictures, the same")
-    again = step("in the host again", fresh(host_workflow(), 1))
+    again = step("in the host again", workflow("host", seed=1))
     report.check(again.ok and again.images == alone.images, "the first picture again, after the card has changed hands")
     if small_card:
         report.check(len(recording.releases()) >= 2, f"processes gave memory to each other ({len(recording.releases())} releases)")
@@ -159,18 +134,18 @@ def _run_all(report: Report, server: Server, recorder: Recorder, runtime: Path, 
 
     recorder.mark("step", "cancelled")
     report.say("  cancelled ...")
-    ended, seconds = asyncio.run(_while_running(server, slow_workflow(600), busy, lambda: server.post("/interrupt", {})))
+    ended, seconds = asyncio.run(_while_running(server, workflow("tint", steps=600), busy, lambda: server.post("/interrupt", {})))
     report.check(ended.error is not None and "exception_message" not in ended.error and seconds < CANCEL_SECONDS,
                  f"a cancelled prompt ended as interrupted, {seconds:.1f} s after the click")
-    report.check(step("after it", slow_workflow(1)).ok, "the next prompt runs")
+    report.check(step("after it", workflow("tint", steps=1)).ok, "the next prompt runs")
 
     recorder.mark("step", "worker killed")
     report.say("  worker killed ...")
     victim = next((row["pid"] for row in ledger_rows(runtime) if "tint" in row["name"]), None)
-    ended, seconds = asyncio.run(_while_running(server, slow_workflow(601), busy, lambda: os.kill(victim, signal.SIGKILL) if victim else None))
+    ended, seconds = asyncio.run(_while_running(server, workflow("tint", steps=601), busy, lambda: os.kill(victim, signal.SIGKILL) if victim else None))
     message = str((ended.error or {}).get("exception_message", ""))
     report.check(victim is not None and "signal 9" in message.lower() or "SIGKILL" in message, f"a killed worker is named in the error: {message.strip().splitlines()[0] if message else 'no error'}")
-    report.check(step("after it", fresh(slow_workflow(1), 0)).ok, "the next prompt runs in a new worker")
+    report.check(step("after it", workflow("tint", steps=2)).ok, "the next prompt runs in a new worker")
     if small_card:
         report.check(recording.peak <= recording.size, f"never more on the card than it holds ({recording.peak >> 20} of {recording.size >> 20} MiB at most)")
     report.check(not any(event.kind == "out of memory" for event in recording.events), "no prompt ran out of memory")
@@ -191,7 +166,7 @@ async def _while_running(server: Server, prompt: dict[str, Any], busy: Callable[
 
 def without_series(report: Report, tree: Path, work: Path, *, card: CardSettings) -> None:
     """Two unmodified servers in the same roles."""
-    models = tiny_models.ensure(workflows.models_of(host_workflow()))
+    models = tiny_models.ensure(workflows.models_of(workflow("host")))
     card_file = work / "card-without"
     with ExitStack() as stack:
         first, second = (stack.enter_context(start_server(tree, models=models, card=card, card_file=card_file)) for _ in range(2))
@@ -208,7 +183,7 @@ def without_series(report: Report, tree: Path, work: Path, *, card: CardSettings
         with recorder:
             for text, server, seed in (("server 1", first, 1), ("server 2", second, 1), ("server 1", first, 2), ("server 2", second, 2)):
                 recorder.mark("step", text)
-                result = server.run(fresh(host_workflow(), seed))
+                result = server.run(workflow("host", seed=seed))
                 if not result.ok:
                     failures += 1
                     recorder.mark("out of memory", text)

@@ -313,7 +313,7 @@ class Panel {
 
   async restart(row) {
     if (row.state === "busy") {
-      const message = `${row.name} is running a node. The prompt that it belongs to will fail.`;
+      const message = `A node is running in ${row.name}. The prompt that it belongs to will fail.`;
       if (!(await app.extensionManager.dialog.confirm({ title: `Restart ${row.name}?`, message }))) return;
     }
     await this.act(`Restarting ${row.name}...`, "/process_memory/restart", { pid: row.pid }, ({ name, pid }) => `${name} is starting, pid ${pid}.`);

@@ -72,12 +72,12 @@ class Page:
     def open(self, url):
         self.send("Page.navigate", url=url)
 
-    def key(self, key):
-        """Press a key: Tab, Enter."""
-        code = {"Tab": 9, "Enter": 13}[key]
-        text = {"text": "\r"} if key == "Enter" else {}
-        self.send("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, windowsVirtualKeyCode=code, **text)
-        self.send("Input.dispatchKeyEvent", type="keyUp", key=key, code=key, windowsVirtualKeyCode=code)
+    def key(self, key, *, shift=False):
+        """Press a key: Tab, Enter, Escape or Space."""
+        code, text = {"Tab": (9, ""), "Enter": (13, "\r"), "Escape": (27, ""), "Space": (32, " ")}[key]
+        about = {"key": text if key == "Space" else key, "code": key, "windowsVirtualKeyCode": code, "modifiers": 8 * shift}
+        self.send("Input.dispatchKeyEvent", type="keyDown", **about, **({"text": text} if text else {}))
+        self.send("Input.dispatchKeyEvent", type="keyUp", **about)
 
     def tree(self):
         """What a screen reader is told: (role, name) of everything."""

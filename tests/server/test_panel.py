@@ -324,6 +324,54 @@ def test_restarting_a_worker_and_asking_a_process_without_a_pid_in_the_panel(pag
     page.until(f"{PANEL}.querySelector('[role=status]').textContent === 'language server gave back 4.0 MB.'")
 
 
+FOCUS = "document.activeElement.ariaLabel ?? document.activeElement.textContent.trim()"
+DIALOG = "[...document.querySelectorAll('[role=dialog], [role=alertdialog]')].find(e => e.textContent.includes('Restart worker zoo_loader?'))"
+
+
+def tab_to(page, name, most=25, shift=False):
+    """Press Tab until what has that name has the focus, which must be seen."""
+    for _ in range(most):
+        if page.do(FOCUS) == name:
+            assert page.do("getComputedStyle(document.activeElement).outlineStyle !== 'none' || getComputedStyle(document.activeElement).boxShadow !== 'none'"), name
+            return
+        page.key("Tab", shift=shift)
+    raise AssertionError(f"Tab does not come to {name}, but to {page.do(FOCUS)}")
+
+
+def test_restarting_a_busy_worker_is_asked_first_with_the_keyboard_alone(page, one):
+    worker = worker_of(one)
+    results = []
+    prompt = {"who": {"class_type": "ZooWho", "inputs": {"seed": next(SEEDS), "seconds": 600.0}}}
+    thread = threading.Thread(target=lambda: results.append(one.run(prompt)))
+    thread.start()
+    show_panel(page)
+    restart = "Restart worker zoo_loader"
+    busy = f"({PROCESS.format('worker zoo_loader')}).querySelector('.pm-state').textContent === 'busy'"
+    page.until(busy)
+    page.do(f"{PANEL}.querySelector('button').focus()")
+    tab_to(page, restart)
+
+    page.key("Enter")
+    page.until(DIALOG, "the question")
+    page.until(f"({DIALOG}).contains(document.activeElement)", "the focus in the question")
+    assert "The prompt that it belongs to will fail" in page.do(f"({DIALOG}).innerText")
+    if folder := os.environ.get("COMFY_MULTIPROC_PICTURES"):
+        page.picture(pathlib.Path(folder, "panel-dialog.png"))
+    page.key("Escape")
+    page.until(f"!({DIALOG})", "the question gone")
+    page.until(f"{FOCUS} === {json.dumps(restart)}", "the focus where it was")
+    assert page.do(f"{busy} && !document.activeElement.ariaDisabled") and worker_of(one)["pid"] == worker["pid"] and not results
+
+    page.key("Space")
+    page.until(f"({DIALOG})?.contains(document.activeElement)", "the question again")
+    tab_to(page, "Confirm")
+    page.key("Enter")
+    page.until(f"{PANEL}.querySelector('[role=status]').textContent.startsWith('zoo_loader is starting')")
+    thread.join(60)
+    assert results and not results[0].ok and worker_of(one)["pid"] != worker["pid"]
+    page.until(f"({PROCESS.format('worker zoo_loader')}).querySelector('.pm-state').textContent === 'idle'")
+
+
 def test_a_refusal_is_shown(page, one, other, tmp_path):
     prompt = load(one)
     show_panel(page)
@@ -364,8 +412,15 @@ def test_a_server_alone_and_one_that_is_gone(open_page, serve, fork_tree, tmp_pa
     page.until(f"{PANEL}.querySelector('.pm-alarm')?.textContent.includes('does not answer')")
 
 
-def test_a_server_that_shares_nothing_has_no_panel(serve, fork_tree):
-    server = serve(fork_tree, ["--disable-process-memory"], packs=(), card=CardSettings(**CARD))
+@pytest.mark.row(41)
+def test_a_server_that_shares_nothing_has_no_panel_and_still_knows_the_providers_of_its_packs(serve, fork_tree):
+    server = serve(fork_tree, ["--disable-process-memory"], packs=("panel_probe",), card=CardSettings(**CARD))
     with pytest.raises(ServerError, match="404"):
         look(server)
     assert not any("comfy_multiproc" in path for path in server.get("/extensions"))
+
+    def held():
+        return [(row["name"], row["devices"][0]["resident"]) for row in server.get("/system_stats")["processes"]][1:]
+    assert held() == [("language server", 4 * MIB)]
+    server.post("/free", {"unload_models": True})
+    soon(lambda: held() == [("language server", 0)])
