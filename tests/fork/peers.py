@@ -24,6 +24,12 @@ def load(model, nbytes, device=None):
     return report()
 
 
+def in_parts(model, can):
+    """Whether this model's patcher gives back parts of it."""
+    if not can:
+        held[model].partially_unload = lambda *args, **kwargs: 0
+
+
 def report():
     import comfy.model_management as mm
     devices = {}

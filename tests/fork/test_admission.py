@@ -122,7 +122,6 @@ def processes(spawn, monkeypatch, tmp_path):
 @pytest.mark.row(10)
 @pytest.mark.card(size="160M", inference=4 * MIB, reserved=2 * MIB)
 def test_two_that_load_at_the_same_moment_never_take_more_than_there_is(card, processes, tmp_path):
-    """B003"""
     W = processes(2)
     chance = random.Random(3)
     sums = []
@@ -143,7 +142,6 @@ def test_two_that_load_at_the_same_moment_never_take_more_than_there_is(card, pr
 @pytest.mark.row(3)
 @pytest.mark.card(size="240M", inference=8 * MIB, reserved=20 * MIB)
 def test_the_reserve_is_left_free_once_for_the_card(card, processes):
-    """B005"""
     W = processes(4)
     for process in W:
         process.call("in_a_prompt")

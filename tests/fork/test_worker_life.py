@@ -112,7 +112,6 @@ def until(condition):
 @pytest.mark.behaviour(16)
 @pytest.mark.row(3)
 def test_a_worker_is_the_comfyui_that_its_host_is(host, tmp_path, fork_tree):
-    """B052, B054"""
     (tmp_path / "extra.yaml").write_text(f"extra:\n  base_path: {tmp_path}\n  checkpoints: more\n")
     process, _ = host(paths=tmp_path / "extra.yaml", reserve_vram=3.0, disable_smart_memory=True, base_directory=str(tmp_path))
     about, here = process.call("ask", kind="about"), process.call("about_host")
@@ -128,7 +127,6 @@ def test_a_worker_is_the_comfyui_that_its_host_is(host, tmp_path, fork_tree):
 @pytest.mark.behaviour(21)
 @pytest.mark.card(size="64M")
 def test_out_of_memory_and_interrupts_are_comfyuis_own_and_leave_the_worker_empty(host, card, tmp_path):
-    """B020, B021, B045, B047"""
     process, worker = host()
     assert process.call("failure", kind="oom", body="class")["oom"]
     assert process.call("failure", kind="oom", body="code")["oom"]
@@ -144,7 +142,6 @@ def test_out_of_memory_and_interrupts_are_comfyuis_own_and_leave_the_worker_empt
 
 @pytest.mark.card(size="128M")
 def test_a_worker_is_a_peer_and_what_it_held_is_free_when_it_is_gone(host, card):
-    """B024, B035, B110"""
     process, worker = host({"idle_seconds": 3.0})
     process.call("share")
     until(lambda: process.call("peers") == ["worker zoo"])

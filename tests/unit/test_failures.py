@@ -48,7 +48,6 @@ class Many(ValueError):
     (ExceptionGroup("several", [ValueError("x")]), "ExceptionGroup", "several (1 sub-exception)"),
 ])
 def test_name_and_text_are_those_of_the_original(error, name, text):
-    """B022."""
     result = crossed(raised(error))
     assert (failures.full_name(type(result)), str(result)) == (name, text)
     assert isinstance(result, Exception)        # never one that ends the host
@@ -104,7 +103,6 @@ def test_causes_contexts_and_notes_cross():
 
 @pytest.mark.behaviour(20)
 def test_running_out_of_memory_is_recognised():
-    """B020."""
     torch = pytest.importorskip("torch")
 
     class Own(torch.OutOfMemoryError):
@@ -149,7 +147,6 @@ def test_names_that_are_received_are_not_looked_up():
 
 
 def test_nothing_of_the_failed_call_stays_alive():
-    """B021."""
     class Tensor:
         pass
     where: list[weakref.ref[Tensor]] = []

@@ -66,7 +66,6 @@ def test_json_comes_back_as_it_was(ends, body):
 
 
 def test_both_ends_send_large_messages_at_the_same_time(ends):
-    """B073."""
     text = "x" * (8 * MIB)
     read, write = os.pipe()
     for _ in range(5):

@@ -80,7 +80,7 @@ def test_a_worker_answers_from_its_own_session_and_main_thread(make):
 
 
 def test_main_is_not_run_again_and_utils_is_comfyuis(tree, tmp_path):
-    """B052: with ComfyUI/comfy and a pack's own utils.py first on the path, from another folder."""
+    """With ComfyUI/comfy and a pack's own utils.py first on the path, from another folder."""
     pack = tmp_path / "pack"
     pack.mkdir()
     (pack / "utils.py").write_text("raise RuntimeError('the pack has got here')")
@@ -96,7 +96,7 @@ worker.stop()
 
 
 def test_a_worker_asked_for_at_import_time_is_started_once(tree, tmp_path):
-    """B053: and the start method of the process is neither read nor changed."""
+    """The start method of the process is neither read nor changed."""
     (tmp_path / "pack.py").write_text("import __main__\nprint(__main__.worker.call('echo', 'from the import').result(30).body)\n")
     process = host_program(tree, tmp_path, """
 import multiprocessing
@@ -124,7 +124,6 @@ worker.stop()
 @pytest.mark.behaviour(14)
 @pytest.mark.behaviour(18)
 def test_the_resolved_options_and_folders_are_there(make, monkeypatch):
-    """B054."""
     import enum
 
     class PerformanceFeature(enum.Enum):
@@ -167,7 +166,6 @@ def test_a_pack_that_cannot_be_imported_says_why_and_the_next_start_tries_again(
 
 
 def test_caches_of_compilers_are_a_workers_own_and_stay_the_same(make, monkeypatch, tmp_path):
-    """B100."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     variables = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     one, two = make("one"), make("two")
@@ -181,7 +179,6 @@ def test_caches_of_compilers_are_a_workers_own_and_stay_the_same(make, monkeypat
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_another_environment_finds_its_own_libraries(make, monkeypatch, tmp_path):
-    """B104."""
     for version, folder in ((1, tmp_path / "host"), (2, tmp_path / "environment" / "lib")):
         folder.mkdir(parents=True)
         source = folder / "tiny.c"
@@ -208,7 +205,7 @@ def test_an_environment_without_python_is_an_error_at_once(make, tmp_path):
 
 
 def test_no_worker_is_started_without_commit_headroom(make, monkeypatch):
-    """B102, with figures instead of Windows."""
+    """With figures instead of Windows."""
     gigabyte = 1 << 30
     alive: list[host.Worker] = []
     monkeypatch.setattr(headroom, "commit", lambda: (40 * gigabyte, (36 + 3 * sum(w.pid is not None for w in alive)) * gigabyte))
@@ -232,7 +229,6 @@ def test_no_worker_is_started_without_commit_headroom(make, monkeypatch):
     ("file", "OSError", "[Errno 28] no space"), ("exit", "SystemExit", "3"), ("chain", "ValueError", "second"),
 ])
 def test_every_exception_arrives_with_its_name_text_and_traceback(make, body, name, text):
-    """B022."""
     worker = make()
     with pytest.raises(Exception) as caught:
         ask(worker, "fail", body)
@@ -259,7 +255,6 @@ def test_a_kind_that_nobody_answers_is_an_error(make):
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "signal 9 (SIGKILL); the usual cause is"), (signal.SIGSEGV, "signal 11 (SIGSEGV)")])
 def test_a_worker_that_dies_says_how_and_the_next_call_works(make, number, name):
-    """B024, B025."""
     ended = threading.Event()
     worker = make()
     worker.on_end = lambda w, error: ended.set()
@@ -324,7 +319,6 @@ def test_two_workers_run_at_the_same_time(make, tmp_path):
 @pytest.mark.behaviour(21)
 @pytest.mark.parametrize("swallow", [False, True])
 def test_an_interrupt_ends_the_call_and_not_the_worker(make, tmp_path, swallow):
-    """B045, B047, B048."""
     began = str(tmp_path / "began")
     worker = make(grace=SECONDS)
     pid = ask(worker, "about")["pid"]
@@ -369,7 +363,6 @@ def test_an_interrupt_that_no_one_took_does_not_reach_the_next_prompt(make, tmp_
 @pytest.mark.row(39)
 @pytest.mark.parametrize("keep_lock", [False, True])
 def test_a_worker_in_a_native_call_is_killed_after_the_grace_period(make, tmp_path, keep_lock):
-    """B026."""
     worker = make(grace=0.5)
     future = worker.call("native", {"began": str(tmp_path / "began"), "keep_lock": keep_lock}, prompt="one")
     until((tmp_path / "began").exists)
@@ -385,7 +378,6 @@ def test_a_worker_in_a_native_call_is_killed_after_the_grace_period(make, tmp_pa
 @pytest.mark.parametrize("detach", [False, True])
 @pytest.mark.parametrize("keep", [False, True])
 def test_programs_that_a_node_has_started_end_with_it_unless_the_pack_keeps_them(make, tmp_path, detach, keep):
-    """B050."""
     worker = make(grace=0.3, keep_processes=keep)
     future = worker.call("program", {"began": str(tmp_path / "began"), "detach": detach}, prompt="one")
     program, = read_pids(tmp_path / "began")
@@ -436,7 +428,7 @@ print(*pids, flush=True)
                                  "os.kill(os.getpid(), 15)", "os.fork() or time.sleep(3); os.kill(os.getpid(), 9)"],
                          ids=["killed", "replaced", "hard exit", "exit", "terminated", "killed with a fork left"])
 def test_no_worker_outlives_its_host(tree, tmp_path, end):
-    """B056, B061, B066: idle, in a Python loop, in native code with and without the lock, with processes of its own."""
+    """Idle, in a Python loop, in native code with and without the lock, with processes of its own."""
     process = host_program(tree, tmp_path, BUSY + f"import time\n{end}\n")
     try:
         line = process.stdout.readline()
@@ -449,7 +441,7 @@ def test_no_worker_outlives_its_host(tree, tmp_path, end):
 
 
 def test_ctrl_c_is_one_clean_stop(tree, tmp_path):
-    """B057: the whole group gets it, twice."""
+    """The whole group gets it, twice."""
     process = host_program(tree, tmp_path, """
 import time
 workers = [host.Worker(host.Spec(name, entry="zoo", grace=2.0)) for name in ("one", "two")]
@@ -476,7 +468,6 @@ except KeyboardInterrupt:
 
 
 def test_a_node_may_have_processes_of_its_own(make, tmp_path):
-    """B061."""
     assert len(ask(make(), "pool", {"began": str(tmp_path / "began")})) == 2
 
 
@@ -484,7 +475,7 @@ def test_a_node_may_have_processes_of_its_own(make, tmp_path):
 
 
 def test_output_is_logged_with_the_workers_name_and_never_stops_a_node(make, caplog):
-    """B098: ten million characters, progress bars, letters that the locale does not know."""
+    """Ten million characters, progress bars, letters that the locale does not know."""
     worker = make(environment={"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"})
     with caplog.at_level(logging.INFO):
         assert ask(worker, "write", 10_000_000) == "written"
@@ -494,7 +485,6 @@ def test_output_is_logged_with_the_workers_name_and_never_stops_a_node(make, cap
 
 
 def test_a_log_that_stands_still_stops_nothing_and_what_is_lost_is_counted(make, monkeypatch):
-    """B098."""
     go, lines = threading.Event(), []
 
     def log(level: int, text: str, *args: object) -> None:
@@ -520,7 +510,6 @@ def test_a_worker_without_output_goes_on(make):
 
 
 def test_an_idle_worker_is_ended_and_the_next_call_starts_it_again(make):
-    """B035, B110."""
     worker = make(idle_seconds=0.3)
     pid = ask(worker, "about")["pid"]
     ask(worker, "kept", 200)

@@ -20,15 +20,18 @@ class Odd(Exception):
 
 
 def kill():
+    time.sleep(0.5)
     os.write(2, b"the last words\n")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def crash():
+    time.sleep(0.5)
     ctypes.string_at(0)
 
 
 def leave():
+    time.sleep(0.5)
     os._exit(7)
 
 
@@ -36,9 +39,37 @@ def odd():
     raise Odd("this", "that")
 
 
+def hold():
+    """Have a model on the card that stays there."""
+    from comfy_multiproc.testing import stub_patcher
+    hold.model = stub_patcher(32 << 20)
+    comfy.model_management.load_models_gpu([hold.model])
+
+
 def oom():
-    kept = torch.zeros(1 << 20)
-    raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {kept.nbytes} bytes")
+    device = comfy.model_management.get_torch_device()
+    kept = [torch.zeros(200 << 20, dtype=torch.uint8, device=device)]
+    kept.append(torch.zeros(200 << 20, dtype=torch.uint8, device=device))
+
+
+def fits():
+    device = comfy.model_management.get_torch_device()
+    kept = [torch.zeros(size << 20, dtype=torch.uint8, device=device) for size in (200, 100)]
+    assert len(kept) == 2
+
+
+def oom_text():
+    raise torch.cuda.OutOfMemoryError("x")
+
+
+def oom_code():
+    error = torch.AcceleratorError("the device is unhappy")
+    error.error_code = 2
+    raise error
+
+
+def size():
+    raise RuntimeError("the model needs 2.00 GiB")
 
 
 def hang():
@@ -58,7 +89,7 @@ def swallow():
             time.sleep(0.01)
             bar.update_absolute(i, 3000)
     except:
-        pass
+        time.sleep(1)
 
 
 def polite():
@@ -96,5 +127,5 @@ class ZooTrouble:
         return {"ui": {"pid": [os.getpid()]}, "result": (seed,)}
 
 
-TROUBLES = (kill, crash, leave, odd, oom, hang, loop, swallow, polite, child, fine)
+TROUBLES = (kill, crash, leave, odd, hold, oom, fits, oom_text, oom_code, size, hang, loop, swallow, polite, child, fine)
 NODE_CLASS_MAPPINGS = {"ZooTrouble": ZooTrouble}
