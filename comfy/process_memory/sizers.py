@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from . import arithmetic, devices, ladder, registry
+from . import arithmetic, devices, ladder, ram, registry
 from .figures import manager, own_bytes
 from .provider import Reason
 
@@ -58,6 +58,17 @@ def room_for(device: Any, needed: float, free: float) -> float:
     if needed <= free or not registry.entries or not reclaimable(device):
         return free
     return _ask(device, needed)
+
+
+def make_way(device: Any, needed: float) -> None:
+    """Before a choice is made by whether more than `needed` bytes are free on `device`, which may be the CPU: idle peers are
+    asked for what is missing, so that the figure read next is the one that counts."""
+    if not registry.entries or device is None or needed <= 0:
+        return
+    if devices.key(device) is None:
+        ram.admit(needed)
+    else:
+        room_for(device, needed + 1, manager().get_free_memory(device))
 
 
 def within(device: Any, size: float) -> float:

@@ -3,6 +3,8 @@
 import contextlib
 import importlib.util
 import pathlib
+import sys
+import types
 
 import pytest
 
@@ -127,29 +129,12 @@ def test_a_tile_s_budget_is_what_the_other_process_leaves(card, other):
     assert 6 * MIB < budget <= 8 * MIB - card.settings.size // 20       # 24 - 16 without the reserve
 
 
-class OneThread:
-    """In place of the threads for several GPUs."""
-
-    def __init__(self, devices):
-        self.results = {}
-
-    def submit(self, device, function, *args):
-        self.results[device] = function(*args), None
-
-    def get_result(self, device):
-        return self.results.pop(device)
-
-    def shutdown(self):
-        pass
-
-
 @pytest.mark.row(6)
 @pytest.mark.row(33)
 @pytest.mark.card(size="64M", count=2)
 @pytest.mark.parametrize("idle, batches", [(True, [2, 2]), (False, [1, 1, 1, 1])])
-def test_on_two_gpus_each_does_as_many_conds_at_once_as_the_idle_process_makes_room_for(card, other, tmp_path, monkeypatch, idle, batches):
+def test_on_two_gpus_each_does_as_many_conds_at_once_as_the_idle_process_makes_room_for(card, other, tmp_path, idle, batches):
     import comfy.model_management as mm
-    import comfy.multigpu
     import comfy.sample
     import comfy.sd
     import torch
@@ -160,7 +145,6 @@ def test_on_two_gpus_each_does_as_many_conds_at_once_as_the_idle_process_makes_r
     clone = patcher.deepclone_multigpu(new_load_device=card.devices[1])
     clone.is_multigpu_base_clone = True
     patcher.set_additional_models("multigpu", [clone])
-    monkeypatch.setattr(comfy.multigpu, "MultiGPUThreadPool", OneThread)    # inference mode belongs to a thread
     forwards = []
 
     def count(model, device):
@@ -179,3 +163,39 @@ def test_on_two_gpus_each_does_as_many_conds_at_once_as_the_idle_process_makes_r
     needed = patcher.model.memory_required([2, 16, 24, 24], cond_shapes={}) * 1.5
     assert [conds for _, conds, _ in forwards] == batches and {device for device, *_ in forwards} == {str(device) for device in card.devices}
     assert not idle or all(free >= needed for *_, free in forwards)
+
+
+@pytest.mark.row(6)
+@pytest.mark.card(size="40M", inference=MIB, reserved=MIB)
+@pytest.mark.parametrize("idle", [True, False])
+def test_a_splat_is_meshed_on_the_card_if_the_idle_process_makes_room(card, other, tmp_path, monkeypatch, idle):
+    import comfy.model_management as mm
+    import torch
+    monkeypatch.setitem(sys.modules, "server", types.SimpleNamespace(PromptServer=None))
+    from comfy_extras import nodes_gaussian_splat as nodes
+    density, nets, colours, meshed_on, coloured_on = nodes._splat_density, nodes._surface_nets, nodes._sample_vertex_colours_gpu, [], []
+    at_work = contextlib.ExitStack()
+
+    def then_the_card_fills(*args, **kwargs):
+        grid = density(*args, **kwargs)
+        other.call("load", model="more", nbytes=26 * MIB)
+        other.call("busy", value=not idle)
+        if idle:
+            at_work.enter_context(at_rest(other, tmp_path / "enough"))
+        assert mm.get_free_memory(card.device) < 6 * 4 * grid[0].numel()        # what ComfyUI wants to be free
+        return grid
+    monkeypatch.setattr(nodes, "_splat_density", then_the_card_fills)
+    monkeypatch.setattr(nodes, "_surface_nets", lambda *args: meshed_on.append(args[-1]) or nets(*args))
+    monkeypatch.setattr(nodes, "_sample_vertex_colours_gpu", lambda *args: coloured_on.append(args[-1]) or colours(*args))
+    # A ball in the middle of a grid that two faint splats make large.
+    chance = torch.Generator().manual_seed(1)
+    points = torch.nn.functional.normalize(torch.randn(1, 300, 3, generator=chance), dim=-1) * 0.25
+    points[0, 0], points[0, 1], opacities = -1.0, 1.0, torch.ones(1, 300, 1)
+    opacities[0, :2] = 0.01
+    splat = types.SimpleNamespace(positions=points, scales=torch.full_like(points, 0.04), rotations=torch.tensor([1.0, 0, 0, 0]).expand(1, 300, 4),
+                                  opacities=opacities, sh=torch.rand(1, 300, 1, 3, generator=chance), counts=None)
+    with at_work, torch.inference_mode():
+        _, faces, _ = nodes._gaussian_to_mesh(splat, 0, 80, 2, 0, 0.4, 10, 0.0, 1.0, card.device)
+    assert len(faces) > 1000
+    assert (meshed_on, coloured_on) == (([card.device], [card.device]) if idle else ([torch.device("cpu")], []))
+    assert (other.call("loaded", model="more") < 26 * MIB) is idle

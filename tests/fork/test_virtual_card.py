@@ -144,6 +144,28 @@ def test_a_thread_is_on_the_card_too(card):
     assert seen == [(torch.device("cpu"), True, card.device, 4 * MIB)]
 
 
+@pytest.mark.card(size="64M", count=2)
+@pytest.mark.parametrize("mode", ["inference_mode", "no_grad"])
+def test_what_torch_puts_together_itself_is_where_its_operands_are(card, mode):
+    """A function that torch takes apart, as threads for several GPUs meet it, which are in no inference mode."""
+    import torch
+    from torch.nn import functional
+    one = card.devices[1]
+    places = {}
+
+    def work():
+        with getattr(torch, mode)():
+            x = torch.rand(1, 4, 8, 8).to(one)
+            places.update(padded=functional.pad(x, (0, 1, 0, 1), mode="circular"), one_hot=functional.one_hot(x.long().flatten()), moved=x.to("cpu"),
+                          asked=torch.zeros_like(x, device="cpu"), counted=torch.arange(4), scaled=functional.interpolate(x, scale_factor=2))
+            places.update({name: tensor.device for name, tensor in places.items()})
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    cpu = torch.device("cpu")
+    assert places == {"padded": one, "one_hot": one, "moved": cpu, "asked": cpu, "counted": cpu, "scaled": one}
+
+
 @pytest.mark.card(size="64M", keep_freed=True, context=2 * MIB)
 def test_allocator_cache_and_context_are_on_the_card(card):
     import comfy.model_management as mm

@@ -1,5 +1,6 @@
 """The hooks on functions that are in no release yet, on functions of the same shape."""
 
+import sys
 import types
 
 import pytest
@@ -40,6 +41,23 @@ class VAE:
     def prepare_decode(self, shape, needed):
         free_memory = self.patcher.get_free_memory(self.device)
         return max(1, int(free_memory / needed))
+'''
+
+
+POSES = '''
+import model_management
+
+
+class PoseBranchCache:
+    def __init__(self, device, slots):
+        self.store_device = device
+        self.slots = slots
+
+    def select(self, k, create=True):
+        est = max(self.slots, default=0) * 1.5
+        while self.slots and model_management.get_free_memory(self.store_device) < est:
+            self.slots.pop(0)
+        return len(self.slots)
 '''
 
 
@@ -95,3 +113,34 @@ def test_a_decoder_of_its_own_is_promised_only_what_is_there(card, tmp_path):  #
     assert vae.prepare_decode((), 100) == 10
     peer(card, "other", {"model": 700})
     assert vae.prepare_decode((), 100) == 3
+
+
+@pytest.mark.row(6)
+@pytest.mark.parametrize("idle", [True, False])
+def test_a_cache_of_poses_keeps_what_it_has_if_the_idle_process_makes_room(card, tmp_path, monkeypatch, idle):  # noqa: F811
+    monkeypatch.setitem(sys.modules, "model_management", card)
+    other = peer(card, "other", {"model": 900}, busy=not idle, in_use=() if idle else ("model",))
+    cache = hooked(tmp_path, "comfy/ldm/wan/model_animate2.py", POSES).PoseBranchCache(card.device, [200, 200])
+    assert cache.select(None) == (2 if idle else 0)
+    assert other.models["model"] == (900 - 201 if idle else 900)       # more than 300 free; 100 were
+
+
+@pytest.mark.row(6)
+def test_a_cache_of_poses_in_host_memory_asks_for_what_the_container_lacks(card, tmp_path, monkeypatch):  # noqa: F811
+    from comfy.process_memory import limits, ram
+    from tests.unit.test_consult import Device
+    left, asked = ram.FLOOR + 100, []
+    monkeypatch.setitem(sys.modules, "model_management", card)
+    monkeypatch.setattr(card, "get_free_memory", lambda device: left - ram.FLOOR)
+    card.comfy = types.SimpleNamespace(memory_management=types.SimpleNamespace(RAM_CACHE_HEADROOM=0))
+    monkeypatch.setattr(limits, "available", lambda: left)
+
+    def ask(method, missing):
+        nonlocal left
+        asked.append((method, missing))
+        left += missing
+        return missing
+    monkeypatch.setattr(ram, "ask", ask)
+    peer(card, "other", {})
+    cache = hooked(tmp_path, "comfy/ldm/wan/model_animate2.py", POSES).PoseBranchCache(Device(index=None), [200, 200])
+    assert cache.select(None) == 2 and asked == [("release_pins", 200)]

@@ -22,6 +22,10 @@ MAY_MIX = {"copy_", "copy", "to", "_to_copy", "set_", "set_data", "_has_compatib
            "_foreach_copy_"}
 INDEXING = {"index", "index_put", "index_put_", "_unsafe_index"}
 
+# These make something on the plain CPU, unless told otherwise, whatever their operands are on.
+FACTORIES = {torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.logspace, torch.ones, torch.rand, torch.randint,
+             torch.randn, torch.randperm, torch.scalar_tensor, torch.zeros}
+
 log = logging.getLogger(__name__)
 
 
@@ -36,6 +40,43 @@ def leave(tensor: Tensor) -> Tensor:
         return tensor.clone()
 
 
+class Calls:
+    """The functions of torch that a thread is in, as far as they have not been asked for the plain CPU.
+
+    Outside inference mode torch takes a function apart before a dispatch mode sees it, and its parts ask for the device that
+    torch knows the operands by: the plain CPU.
+    """
+
+    def __init__(self, books: Books):
+        self.books = books
+        self._operands: list[Any] = []      # of each call; None where the CPU may be meant
+
+    @contextlib.contextmanager
+    def inside(self, func: Any, args: tuple, kwargs: dict) -> Iterator[None]:
+        named = func in FACTORIES or any(value == "cpu" or value == CPU for value in (*args, *kwargs.values()) if isinstance(value, (str, torch.device)))
+        self._operands.append(None if named else (args, kwargs))
+        try:
+            yield
+        finally:
+            self._operands.pop()
+
+    @contextlib.contextmanager
+    def moving(self) -> Iterator[None]:
+        """In a call that says itself what goes where."""
+        self._operands.append(None)
+        try:
+            yield
+        finally:
+            self._operands.pop()
+
+    def card(self) -> int | None:
+        """Where what the running call makes on the CPU belongs: on the card of its operands, unless it has been asked for the CPU."""
+        if not self._operands or self._operands[-1] is None:
+            return None
+        places = (self.books.card_of(t) for t in tree_leaves(self._operands[-1]) if isinstance(t, Tensor))
+        return next((place for place in places if place is not None), None)
+
+
 class CardMode(TorchDispatchMode):
     """Books what operations put on a card.
 
@@ -43,9 +84,9 @@ class CardMode(TorchDispatchMode):
     the plain CPU, which torch takes for no move at all, becomes the copy that it would be on a card.
     """
 
-    def __init__(self, books: Books, mixing: str):
+    def __init__(self, books: Books, mixing: str, calls: Calls):
         super().__init__()
-        self.books, self.mixing = books, mixing
+        self.books, self.mixing, self.calls = books, mixing, calls
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -59,6 +100,8 @@ class CardMode(TorchDispatchMode):
             self._check(func, inputs, places)
         target = card_index(device)
         out = func(*args, **kwargs)
+        if device == CPU and (meant := self.calls.card()) is not None:
+            here, device = meant if here is None else here, None
         if device == CPU:
             return leave(out) if isinstance(out, Tensor) and books.card_of(out) is not None else out
         place = here if device is None else target
@@ -85,17 +128,18 @@ class CardMode(TorchDispatchMode):
 class IdentityMode(TorchFunctionMode):
     """For what takes its device from a tensor or a list below the sight of a dispatch mode."""
 
-    def __init__(self, books: Books):
+    def __init__(self, books: Books, calls: Calls):
         super().__init__()
-        self.books = books
+        self.books, self.calls = books, calls
         self.handlers: dict[Any, Callable[[Any, tuple, dict], Any]] = {
             Tensor.to: self._to, Tensor.cpu: self._cpu, torch.tensor: self._from_data, torch.as_tensor: self._from_data,
             torch.asarray: self._from_data, Tensor.new_tensor: self._new_tensor, Tensor.type_as: self._type_as,
             Tensor.__deepcopy__: self._deepcopy}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handler = self.handlers.get(func)
-        return handler(func, args, dict(kwargs or {})) if handler else func(*args, **(kwargs or {}))
+        handler, kwargs = self.handlers.get(func), kwargs or {}
+        with self.calls.moving() if handler else self.calls.inside(func, args, kwargs):
+            return handler(func, args, dict(kwargs)) if handler else func(*args, **kwargs)
 
     def _to(self, func: Any, args: tuple, kwargs: dict) -> Any:
         x, rest = args[0], list(args[1:])
@@ -145,5 +189,6 @@ class IdentityMode(TorchFunctionMode):
 @contextlib.contextmanager
 def on_this_thread(books: Books, mixing: str) -> Iterator[None]:
     """Both modes, for the operations of this thread."""
-    with CardMode(books, mixing), IdentityMode(books):
+    calls = Calls(books)
+    with CardMode(books, mixing, calls), IdentityMode(books, calls):
         yield
