@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from comfy_multiproc.fork import series
+
 HERE = Path(__file__).parent
 TABLE = HERE.parent / "docs" / "rows.md"
 LAST = {"row": 42, "behaviour": 23}
@@ -112,7 +114,19 @@ def table(outcomes: Outcomes) -> str:
             lines.append(f"| {entry['n']} | {entry['name']} | {entry['alone']} | {entry['here']} | **{said}**{why} | {tests} |")
         count = ", ".join(f"{verdicts.count(word)} {word}" for word in ("yes", "partial", "no") if word in verdicts)
         parts.append(f"## {title}: {count}\n\n| # | what | ComfyUI alone | here | verdict | tests |\n|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n")
+    parts.append(patches(outcomes))
     return "\n".join(parts)
+
+
+def patches(outcomes: Outcomes) -> str:
+    """Which rows each patch of the series serves, and the files whose tests show them."""
+    lines = []
+    for patch in series.load():
+        rows = [f"{number} ({verdict(outcomes.get(('row', number), {}))[0]})" for number in patch.rows]
+        files = {test.partition("::")[0] for number in patch.rows for test in outcomes.get(("row", number), {})}
+        files |= {test.removeprefix("tests/") for test in patch.tests}
+        lines.append(f"| {patch.name} | {', '.join(rows) or '-'} | {', '.join(f'`{file}`' for file in sorted(files))} |")
+    return "## The series, patch by patch\n\n| patch | rows | tests of these rows, and of the patch itself |\n|---|---|---|\n" + "\n".join(lines) + "\n"
 
 
 def verdict(tests: dict[str, tuple[str, str]]) -> tuple[str, str]:

@@ -3,6 +3,7 @@
     subject = "model_management: ask other processes in the eviction ladder"
     body = "why, for a maintainer; what stays the same when nobody registers"
     rows = [2, 9, 17]                      # rows of the specification that the patch serves
+    tests = ["tests/fork/test_ladder.py"]  # where to look first for what shows it; named at the end of the commit's message
 
     [[insert]]
     file = "comfy/model_management.py"
@@ -74,12 +75,15 @@ class Patch:
     subject: str
     body: str
     rows: tuple[int, ...]
+    tests: tuple[str, ...]
     inserts: tuple[Insert, ...]
     adds: tuple[Add, ...]
 
     @property
     def message(self) -> str:
-        return f"{self.subject}\n\n{self.body.strip()}\n"
+        """Of the commit: subject, body, and which tests of this project show it."""
+        tested = f"\nTested by {' and '.join(filter(None, [', '.join(self.tests[:-1]), self.tests[-1]]))} of ComfyUI Multiproc.\n" if self.tests else ""
+        return f"{self.subject}\n\n{self.body.strip()}\n{tested}"
 
 
 def version_number(version: str) -> tuple[int, ...]:
@@ -114,7 +118,7 @@ def read(path: Path) -> Patch:
         data = tomllib.loads(path.read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SeriesError(f"patch {path.name} is not TOML: {error}") from error
-    known(path, "", data, {"subject", "body", "rows", "insert", "add"}, {"subject", "body"})
+    known(path, "", data, {"subject", "body", "rows", "tests", "insert", "add"}, {"subject", "body"})
     inserts = tuple(read_insert(path, index, entry) for index, entry in enumerate(data.get("insert", []), 1))
     adds = tuple(read_add(path, index, entry) for index, entry in enumerate(data.get("add", []), 1))
     if not inserts and not adds:
@@ -122,7 +126,10 @@ def read(path: Path) -> Patch:
     rows = data.get("rows", [])
     if not isinstance(rows, list) or not all(isinstance(row, int) and 1 <= row <= 42 for row in rows):
         raise SeriesError(f"patch {path.name}: rows is a list of numbers from 1 to 42")
-    return Patch(path.stem, data["subject"], data["body"], tuple(rows), inserts, adds)
+    tests = data.get("tests", [])
+    if not isinstance(tests, list) or not all(isinstance(test, str) for test in tests):
+        raise SeriesError(f"patch {path.name}: tests is a list of paths")
+    return Patch(path.stem, data["subject"], data["body"], tuple(rows), tuple(tests), inserts, adds)
 
 
 def read_insert(path: Path, index: int, entry: dict[str, Any]) -> Insert:

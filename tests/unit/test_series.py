@@ -1,5 +1,6 @@
 """Patch files: what is read from them, and what is refused."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,20 @@ def test_reads_in_the_order_of_names(tmp_path):
     assert patches[0].message == "a: b\n\nwhy\n"
 
 
+def test_the_message_ends_with_the_tests(tmp_path):
+    write(tmp_path, GOOD.replace("rows =", 'tests = ["tests/a.py", "tests/b.py", "tests/c.py"]\nrows ='))
+    assert series.load(tmp_path)[0].message == "a: b\n\nwhy\n\nTested by tests/a.py, tests/b.py and tests/c.py of ComfyUI Multiproc.\n"
+
+
+def test_every_patch_names_tests_that_there_are_and_is_in_one_pull_request():
+    root = Path(__file__).resolve().parents[2]
+    patches = series.load()
+    assert [test for patch in patches for test in patch.tests if not (root / test).exists()] == []
+    assert [patch.name for patch in patches if not patch.tests] == []
+    page = (root / "docs/maintainers.md").read_text("utf-8")
+    assert re.findall(r"^\| `(\d\d-[\w-]+)` \|", page, re.MULTILINE) == [patch.name for patch in patches]
+
+
 @pytest.mark.parametrize(("old", "new", "message"), [
     ('subject = "a: b"', "", "subject is missing"),
     ('file = "a.py"', "", "insert 1: file is missing"),
@@ -51,6 +66,7 @@ def test_reads_in_the_order_of_names(tmp_path):
     ('what = "assign x"', 'what = "asign x"', "insert 1: what = \"asign x\" begins with none of"),
     ("rows = [1, 42]", "rows = [43]", "rows is a list of numbers from 1 to 42"),
     ("rows = [1, 42]", "rows = [", "is not TOML"),
+    ("rows =", "tests = 3\nrows =", "tests is a list of paths"),
     ("    if x:\n        hook()", "", "insert 1: code is empty"),
     ("[[insert]]", '[[add]]\npath = "comfy/nowhere"\n\n[[insert]]', "add 1: there is no comfy/nowhere"),
     ("where = \"after\"", "where = 3", "insert 1: every value is a string"),
