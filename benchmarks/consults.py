@@ -52,7 +52,7 @@ def nanoseconds(call: Callable[[], Any], number: int) -> float:
 
 
 def without_providers() -> dict[str, float]:
-    def nothing() -> None:
+    def nothing(*args: object) -> None:
         pass
     bare = nanoseconds(nothing, 50_000)
     consults: dict[str, Callable[[], Any]] = {
@@ -81,12 +81,30 @@ def without_providers() -> dict[str, float]:
         "recount": lambda: process_memory.recount(MODEL),
         "leave_headroom": process_memory.leave_headroom,
         "captures_over": lambda: process_memory.captures_over([CARD]),
+        "make_way": lambda: process_memory.make_way(CARD, 1.0),
+        "sizing": lambda: process_memory.sizing(MODEL, CARD, 1.0),
+        "arriving": lambda: process_memory.arriving(MODEL, CARD),
+        "arrived": lambda: process_memory.arrived(CARD),
+        "total_ram": lambda: process_memory.total_ram(CARD, 1.0),
+        "moments.step": process_memory.moments.step,
+        "moments.before_node": process_memory.moments.before_node,
+        "moments.after_node": process_memory.moments.after_node,
+        "moments.idle": process_memory.moments.idle,
+        "moments.awake": lambda: process_memory.moments.awake(True),
     }
     found = {name: nanoseconds(call, 50_000) for name, call in consults.items()}
     for name, decorate in (("admitting", process_memory.admitting), ("everywhere", process_memory.everywhere),
                            ("with_processes", process_memory.with_processes), ("oom_site", process_memory.oom_site),
-                           ("may_capture", process_memory.may_capture)):
+                           ("may_capture", process_memory.may_capture), ("settled_dtype", process_memory.settled_dtype),
+                           ("shared_card", process_memory.shared_card),
+                           ("noisy_oom_site", process_memory.noisy_oom_site), ("moments.no_safe_point", process_memory.moments.no_safe_point)):
         found[name] = max(0.0, nanoseconds(decorate(nothing), 50_000) - bare)
+    def given(what: object, **options: object) -> bool:
+        return True
+    for name, decorate_given, what in (("reserved", process_memory.reserved, 1), ("peers_registrations_too", process_memory.peers_registrations_too, 1),
+                                       ("one_ceiling", process_memory.one_ceiling, 1), ("for_file", process_memory.for_file, "model.safetensors")):
+        call = decorate_given(given)
+        found[name] = max(0.0, nanoseconds(lambda call=call, what=what: call(what), 50_000) - bare)
     return found
 
 

@@ -2,8 +2,8 @@
 
     COMFY_MULTIPROC_FORK=build/ComfyUI-0.30.0 python benchmarks/hooks.py
 
-Needs a built fork. Prompts run in its real server on the CPU, once with no provider and once with sixteen, while every hooked function
-is timed. "ns" is what its consults take with nobody registered, each passed once, by `consults.py`; "%" is their share of the
+Needs a built fork. Prompts run in its real server on the CPU, once with no provider and once with sixteen, and every hooked function that they
+come through is timed; free_memory and unload_all_models, which ComfyUI calls for cards only, are called besides. "ns" is what its consults take with nobody registered, each passed once, by `consults.py`; "%" is their share of the
 function's median time in the first run. Bound: 1 %. A dash: no prompt here comes through it (a handler of an error, say).
 """
 
@@ -74,6 +74,12 @@ class BenchmarkTimes:
         return {"required": {}}
 
     def times(self):
+        import comfy.model_management as mm
+        for _ in range(200):        # what load_models_gpu calls for cards only
+            mm.free_memory(1 << 20, mm.get_torch_device())
+            mm.debug_memory_summary()
+        for _ in range(20):
+            mm.unload_all_models()
         return {"ui": {"times": [json.dumps(measured)]}}
 
 NODE_CLASS_MAPPINGS = {"BenchmarkTimes": BenchmarkTimes}
