@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import getpass
+import importlib
 import inspect
 import json
 import logging
@@ -201,6 +202,25 @@ def pager_after_torch(state: Mapping[str, Any]) -> None:
         comfy.memory_management.aimdo_enabled = True
     else:
         logging.warning("The weight pager that the host uses does not start here: models are loaded without it")
+
+
+def guard_functions() -> None:
+    """Remember the functions that ComfyUI does not let packs replace. Before any node is loaded."""
+    if breaker := _hook_breaker():
+        breaker.save_functions()
+
+
+def restore_functions() -> None:
+    """Put them back, as the server does it after its packs are loaded and after prompts."""
+    if breaker := _hook_breaker():
+        breaker.restore_functions()
+
+
+def _hook_breaker() -> Any:
+    try:
+        return importlib.import_module("hook_breaker_ac10a0")
+    except ImportError:
+        return None     # a release that has none
 
 
 def _parameters(function: Any) -> set[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from . import boot, failures
 from .edits import Snapshot
 from .interface import Files, encode
 
@@ -27,7 +28,7 @@ def load(path: Path, module_parent: str = "custom_nodes") -> dict[str, Any]:
     """Import the pack at `path` and describe it: JSON data, see :func:`describe`. Never raises for what the pack does wrong."""
     import folder_paths
     import nodes
-    before = Snapshot()
+    before, core = Snapshot(), core_nodes()
     mappings, web, folders = dict(nodes.NODE_CLASS_MAPPINGS), dict(nodes.EXTENSION_WEB_DIRS), folders_of(folder_paths)
     try:
         module, classes = import_pack(path)
@@ -35,15 +36,17 @@ def load(path: Path, module_parent: str = "custom_nodes") -> dict[str, Any]:
         if isinstance(error, KeyboardInterrupt):
             raise
         logging.warning("Cannot import %s: %s\n%s", path, error, traceback.format_exc())
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": f"{type(error).__name__}: {error}{failures.searched(error)}"}
     # A pack may also have put its classes there by itself.
     direct = {name: cls for name, cls in nodes.NODE_CLASS_MAPPINGS.items() if name not in mappings and name not in classes}
     replaced = [f"node {name} was replaced" for name, cls in mappings.items() if nodes.NODE_CLASS_MAPPINGS.get(name, cls) is not cls]
     for name, cls in classes.items():
-        nodes.NODE_CLASS_MAPPINGS.setdefault(name, cls)
+        if name not in core:        # of two packs with one node id the last has it, and none takes ComfyUI's own
+            nodes.NODE_CLASS_MAPPINGS[name] = cls
         if getattr(cls, "RELATIVE_PYTHON_MODULE", None) is None:
             cls.RELATIVE_PYTHON_MODULE = f"{module_parent}.{path.name.removesuffix('.py')}"
     types = known_types(nodes)
+    boot.restore_functions()    # what ComfyUI undoes is no change
     return {
         "classes": [describe(name, cls, types) for name, cls in {**classes, **direct}.items()],
         "display_names": {str(k): str(v) for k, v in (getattr(module, "NODE_DISPLAY_NAME_MAPPINGS", None) or {}).items()},
@@ -53,6 +56,13 @@ def load(path: Path, module_parent: str = "custom_nodes") -> dict[str, Any]:
         "folders": {name: value for name, value in folders_of(folder_paths).items() if folders.get(name) != value},
         "edits": before.changes() + replaced,
     }
+
+
+@functools.cache
+def core_nodes() -> frozenset[str]:
+    """The ids of ComfyUI's own nodes: those that were there when this was asked first, before any pack."""
+    import nodes
+    return frozenset(nodes.NODE_CLASS_MAPPINGS)
 
 
 def prestart(path: Path) -> None:

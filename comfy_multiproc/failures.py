@@ -9,6 +9,8 @@ from __future__ import annotations
 import builtins
 import functools
 import linecache
+import os
+import re
 import sys
 import traceback
 from types import CodeType, FrameType, FunctionType, TracebackType
@@ -19,6 +21,10 @@ MAX_FRAMES = 100
 MAX_CHAIN = 4
 
 Failure = dict[str, Any]
+
+LOADER = re.compile(r"shared object|undefined symbol|version `.+' not found|DLL load failed|Could not find module|procedure could not be found"
+                    r"|Library not loaded|image not found|Symbol not found")
+"""What the loaders of the systems say when a library cannot be loaded."""
 
 
 class WorkerError(RuntimeError):
@@ -90,6 +96,9 @@ def describe(error: BaseException, *, depth: int = 0) -> Failure:
     if isinstance(code, int):
         failure["code"] = int(code)
     args = error.args if isinstance(error.args, tuple) else ()
+    if where := searched(error):
+        failure["text"] = f"{failure['text']}{where}"
+        args = ()
     if isinstance(error, OSError) and len(args) == 2 and isinstance(error.filename, str):
         args = (*args, error.filename)
     if class_ is BUILTINS.get(class_.__name__) and 0 < len(args) <= 3 and all(type(a) in (str, int) for a in args):
@@ -141,6 +150,17 @@ def _text(error: BaseException) -> str:
         return str(error)[:MAX_TEXT]
     except Exception as e:
         return f"(its text cannot be had: {type(e).__name__})"
+
+
+def searched(error: BaseException) -> str:
+    """Where libraries are looked for, to be said after an error of the system's loader; nothing for any other error.
+
+    It names the library at most, and a worker with an environment of its own looks elsewhere than its host does.
+    """
+    if not isinstance(error, (OSError, ImportError)) or not LOADER.search(_text(error)):
+        return ""
+    name = "PATH" if os.name == "nt" else "DYLD_LIBRARY_PATH" if sys.platform == "darwin" else "LD_LIBRARY_PATH"
+    return f" (Python: {sys.prefix}; libraries are looked for in {name}={os.environ.get(name, '')} and the system's folders)"
 
 
 def _make(name: str, text: str, failure: Failure) -> BaseException:

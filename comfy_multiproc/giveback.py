@@ -13,7 +13,7 @@ import psutil
 
 from comfy.process_memory import devices, registry
 from comfy.process_memory.figures import manager
-from comfy.process_memory.own import all_devices, loaded_models
+from comfy.process_memory.own import all_devices, loaded_models, used_devices
 from comfy.process_memory.provider import NOTHING, Outcome, Receipt
 
 from .publish import CACHE_ID, allocator, candidate_id, footprint, in_use, resident_set
@@ -76,7 +76,7 @@ def release(ask: Ask, moment: Moment) -> Receipt | Moment:
 def unload(ask: Ask) -> Receipt:
     """Every model, on one device or on all."""
     ask.begun()
-    wanted = all_devices() if ask.device is None else [d for d in (torch_device(ask.device),) if d is not None]
+    wanted = used_devices() if ask.device is None else [d for d in (torch_device(ask.device),) if d is not None]
     freed = resident = 0
     for device in wanted:
         before = footprint(device)

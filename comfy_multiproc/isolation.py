@@ -297,6 +297,10 @@ class Isolation:
                 station = self.station_of(pack.name)
                 pid = station.worker.pid
                 where, why = f"worker {station.name} ({f'pid {pid}' if pid else 'not started yet'})", pack.reason
+                interface = self._interfaces.get(pack.name)
+                if interface is not None and (objects := interface.objects()):
+                    taken = ", ".join(f"{kind} ({', '.join(ids)})" for kind, ids in sorted(objects.items()))
+                    why = f"{why}; takes {taken}, which is not sent: one of another process is made again there"
             else:
                 where, why = "host", pack.reason
             lines.append(f"  {pack.name}: {where}: {why}")
@@ -311,6 +315,8 @@ class Isolation:
             if entry["isolated"]:
                 worker = self.station_of(pack.name).worker
                 entry.update(worker=worker.name, pid=worker.pid, state=worker.state.value, starts=worker.starts)
+                if (interface := self._interfaces.get(pack.name)) is not None:
+                    entry["takes_objects"] = interface.objects()
             report.append(entry)
         return report
 

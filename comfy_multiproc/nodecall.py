@@ -14,6 +14,8 @@ from typing import Any
 
 from comfy.process_memory import moments
 
+from . import boot
+
 OUTPUT = "comfy_multiproc.output"       # marks a result in the newer style
 RECIPE = "comfy_multiproc.recipe"       # marks an input that is to be made here
 
@@ -160,6 +162,7 @@ class Nodes:
 
     def end_prompt(self, prompt: str | None = None) -> None:
         """The prompt is over, in this worker too: its models may be given back first. On the execution thread."""
+        boot.restore_functions()
         if prompt is None or prompt == self._prompt:
             self._prompt = None
             if self._tracker is not None:

@@ -18,6 +18,9 @@ from typing import Any, Protocol
 
 from .interface import InterfaceError, decode
 
+OBJECTS = frozenset(("MODEL", "CLIP", "VAE", "CONTROL_NET", "CLIP_VISION", "STYLE_MODEL", "GLIGEN", "UPSCALE_MODEL", "LATENT_UPSCALE_MODEL",
+                     "MODEL_PATCH", "AUDIO_ENCODER", "SAMPLER", "GUIDER", "NOISE", "HOOKS"))
+"""Types of ComfyUI whose values stay in the process that made them."""
 FRESH = 1.0     # seconds for which what a class says of its inputs is not asked again
 
 
@@ -56,6 +59,16 @@ class Interface:
     def info(self, id_: str) -> dict[str, Any]:
         """A V3 class's entry in ``/object_info``."""
         return self._said(id_, "info")
+
+    def objects(self) -> dict[str, list[str]]:
+        """Which classes take objects that cannot be sent, as they were described last: class ids by type."""
+        found: dict[str, list[str]] = {}
+        for id_, said in self._inputs.items():
+            groups = decode(said["inputs"]) if "inputs" in said else {}
+            kinds = {entry[0] for name in ("required", "optional") for _, entry in (groups.get(name) or {}).items() if entry and isinstance(entry[0], str)}
+            for kind in sorted(OBJECTS.intersection(map(str, kinds))):
+                found.setdefault(kind, []).append(id_)
+        return found
 
     def _said(self, id_: str, key: str) -> Any:
         with self._lock:

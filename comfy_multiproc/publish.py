@@ -15,7 +15,7 @@ from typing import Any
 from comfy.process_memory import devices, pins, scratch
 from comfy.process_memory import ram as ram_budget
 from comfy.process_memory.figures import manager, own_bytes
-from comfy.process_memory.own import all_devices
+from comfy.process_memory.own import used_devices
 from comfy.process_memory.provider import Candidate, DeviceUsage, Kind, RamUsage
 
 from .ledger import DeviceReport, Report
@@ -56,7 +56,7 @@ def in_use(loaded: Any) -> bool:
 
 def report(busy: bool) -> Report:
     """What this process holds now. `busy`: what the running prompt uses is not on offer."""
-    by_device: dict[Any, list[Any]] = {device: [] for device in all_devices()}
+    by_device: dict[Any, list[Any]] = {device: [] for device in used_devices()}
     for loaded in list(manager().current_loaded_models):
         if loaded.model is not None:
             by_device.setdefault(loaded.device, []).append(loaded)

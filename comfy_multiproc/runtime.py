@@ -19,7 +19,7 @@ from typing import Any
 from comfy import process_memory
 from comfy.process_memory import ladder, moments, own
 from comfy.process_memory import claims as process_claims
-from comfy.process_memory.provider import DEADLINE, Reason, Receipt
+from comfy.process_memory.provider import DEADLINE, Outcome, Reason, Receipt
 
 from .channel import ChannelError, Message, auth_key
 from .claims import LedgerClaims
@@ -44,12 +44,15 @@ current: Runtime | None = None
 class Runtime:
     """What :func:`start` starts. Implements the moments that the hooks call."""
 
-    def __init__(self, name: str, *, family: int | None = None, patience: float = PATIENCE,
+    def __init__(self, name: str, *, family: int | None = None, patience: float = PATIENCE, idle: float | None = None,
                  interrupt: Callable[[str | None, bool], None] | None = None):
         self.name = name
         self.started = process_start(os.getpid()) or 0
         self.family = os.getpid() if family is None else family
         self.patience = patience
+        self._idle_limit = idle         # seconds after which this process unloads its models by itself
+        self._worked = time.monotonic()     # when it, or another process of its family, was last seen at work
+        self._idle_done = False
         self.inbox = Inbox(self._work)
         self._interrupt = interrupt
         self._executor: Any = None
@@ -328,6 +331,22 @@ class Runtime:
         if self._sleeping is not None and getattr(self._queue, "flags", None):
             self._wake()    # /free has come between ComfyUI's look at its flags and its sleep, which lasts for minutes
         self.peers.refresh()
+        self._look_idle(time.monotonic())
+
+    def _look_idle(self, now: float) -> None:
+        """Past the idle limit: have the execution thread unload its models. While a prompt runs, none of the server's processes is
+        idle: the prompt may come back to any of them."""
+        if self._idle_limit is None or not self.inbox.bound:
+            return
+        if self._busy or any(peer.family == self.family and (process := peer.process()) is not None and process.busy for peer in self.peers):
+            self._worked, self._idle_done = now, False
+        elif not self._idle_done and now - self._worked >= self._idle_limit:
+            self._idle_done = True
+
+            def answered(receipt: Receipt) -> None:
+                self._idle_done = receipt.outcome is not Outcome.BUSY
+            self.inbox.submit(Ask(kind="unload", answer=answered, bytes=LARGEST, reason=Reason.IDLE, wanted=lambda: not self._busy,
+                                  origin=f"whoever needs it, after {self._idle_limit:g} s without work", patience=now + DEADLINE))
 
     def _move(self) -> None:
         """Somebody has deleted the ledger or made a new one: go where everybody else goes."""
@@ -414,8 +433,16 @@ def start(name: str | None = None, **options: Any) -> Runtime | None:
 
 def start_server(args: Any) -> None:
     """Start it in a server with these command line arguments, unless they say not to."""
+    if args.process_memory_idle is not None and idle_limit(args) is None:
+        logging.warning("--process-memory-idle %s is no positive number of seconds: models stay loaded", args.process_memory_idle)
     if not args.disable_process_memory:
-        start(args.process_memory_name or f"ComfyUI on port {args.port}", patience=max(0.0, args.process_memory_patience))
+        start(args.process_memory_name or f"ComfyUI on port {args.port}", patience=max(0.0, args.process_memory_patience), idle=idle_limit(args))
+
+
+def idle_limit(args: Any) -> float | None:
+    """Seconds without work after which a process with these command line arguments unloads its models."""
+    seconds = getattr(args, "process_memory_idle", None)
+    return seconds if seconds is not None and 0 < seconds < math.inf else None
 
 
 def stop() -> None:

@@ -363,11 +363,13 @@ def start(context: Context) -> Any:
     boot.pager_after_torch(state)
     if hasattr(entry, "before_nodes"):
         entry.before_nodes(context)
+    boot.guard_functions()
     asyncio.run(nodes.init_extra_nodes(init_custom_nodes=False, init_api_nodes=not state["args"].get("disable_api_nodes")))
     boot.take_path()
     if state["share_memory"]:
         from . import runtime
-        runtime.start(f"worker {context.name}", family=state["host"], interrupt=context.interrupt)
+        from comfy.cli_args import args
+        runtime.start(f"worker {context.name}", family=state["host"], interrupt=context.interrupt, idle=runtime.idle_limit(args))
     root.setLevel(level)
     body = entry.load(context) if hasattr(entry, "load") else None
     import comfy.model_management

@@ -5,6 +5,7 @@ Read from ComfyUI's list of loaded models, on any thread: the list is copied fir
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 from . import admission, claims, devices
@@ -47,6 +48,25 @@ def ram() -> RamUsage:
 def loaded_models(device: Any) -> list[Any]:
     """The entries of ComfyUI's list on `device` whose model still exists."""
     return [entry for entry in list(manager().current_loaded_models) if entry.device == device and entry.model is not None]
+
+
+def used_devices() -> list[Any]:
+    """Those of :func:`all_devices` that this process loads to or has something on.
+
+    Asking any other for its figures would open a context there: hundreds of megabytes of a card that this process does not use.
+    """
+    mm = manager()
+    every = all_devices()
+    if len(every) < 2:
+        return every
+    known = [mm.get_torch_device(), *(entry.device for entry in list(mm.current_loaded_models))]
+    return [device for device in every if device in known or _allocated(device)]
+
+
+def _allocated(device: Any) -> bool:
+    """Whether torch's allocator has anything on `device`, or does not say so by itself."""
+    statistics = getattr(getattr(sys.modules.get("torch"), device.type, None), "memory_stats", None)
+    return statistics is None or bool(statistics(device).get("reserved_bytes.all.current", 0))
 
 
 def all_devices() -> list[Any]:

@@ -20,7 +20,8 @@ def processes() -> list[dict[str, Any]]:
     it unloaded) or gone. `age` is in seconds.
     """
     places = [(device, place) for device in own.all_devices() if (place := devices.key(device)) is not None]
-    rows = [_row(os.getpid(), own.name, "", own.ram(), [(place, own.usage(device)) for device, place in places], 0.0)]
+    used = own.used_devices()
+    rows = [_row(os.getpid(), own.name, "", own.ram(), [(place, own.usage(device)) for device, place in places if device in used], 0.0)]
     usages = {place: {count.entry: count for count in registry.count("usage", place)} for _, place in places}
     for entry, ram, ram_age in registry.count("ram"):
         counts = [(place, usages[place][entry]) for _, place in places if entry in usages[place]]

@@ -7,7 +7,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from comfy import process_memory
 
@@ -43,9 +43,8 @@ def unload_peers(reason: Reason) -> None:
         place = devices.key(device)
         if place is None:
             continue
-        total = int(manager().get_total_memory(device))
         for entry, usage, _ in registry.count("usage", place):
-            size = holding(usage, total)
+            size = holding(usage, device)
             if size and not entry.gone:
                 wanted.append((size, entry, place))
     for entry in registry.entries:
@@ -87,8 +86,8 @@ def release_caches() -> None:
     registry.ask("release", requests)
 
 
-def holding(usage: DeviceUsage | None, total: int) -> int:
-    """How much a process may have to give on a card of `total`; what is unknown is the whole card."""
+def holding(usage: DeviceUsage | None, device: Any) -> int:
+    """How much a process may have to give on a card; what is unknown is the whole card."""
     if usage is None or usage.resident is None:
-        return total
+        return int(manager().get_total_memory(device))
     return usage.resident + (usage.cached or 0)

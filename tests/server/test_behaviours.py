@@ -297,6 +297,17 @@ def test_what_a_pack_has_changed_at_its_import_is_set_right(isolated, native):
     assert worker(isolated)["name"] == "worker zoo_behaviours", "and the hooks of the series are still there"
 
 
+@pytest.mark.behaviour(23)
+def test_what_a_node_has_replaced_is_set_right_after_the_prompt(isolated, native):
+    """By the server some time after the prompt, in a worker at once."""
+    for _ in range(2):
+        said = ask(isolated, "ZooHook")
+        assert said["pid"] != isolated.pid and (said["before"], said["after"]) == (True, False)
+    for server, kind in ((isolated, "ZooHost"), (native, "Zoo")):
+        assert ask(server, f"{kind}Hook")["after"] is False
+        until(lambda: ask(server, f"{kind}Resolved")["cast_to"])
+
+
 @pytest.mark.row(41)
 def test_what_system_stats_said_before_it_says_as_before(isolated, native):
     ours, theirs = isolated.get("/system_stats"), native.get("/system_stats")

@@ -1,17 +1,23 @@
 """Workflows whose packs run in workers look like the same workflows native: the same /object_info, outputs, messages and pixels."""
 
+import asyncio
+import io
 import json
 import time
 import urllib.request
 
+import aiohttp
 import pytest
+from PIL import Image
 
 from comfy_multiproc.testing import workflows
 from comfy_multiproc.testing.server import ServerError
 from comfy_multiproc.testing.workflows import Graph, out
 from tests.server.browser import browser, chromium
 
-ZOO = ("zoo_loader", "zoo_nodes", "zoo_v3", "zoo_front", "zoo_patcher", "zoo_broken")
+STYLES = ("style_upscale", "style_matting", "style_prompts")        # as public packs are written
+MODELS = ("txt2img_sd3", "upscale")
+ZOO = ("zoo_loader", "zoo_nodes", "zoo_v3", "zoo_front", "zoo_patcher", "zoo_broken", *STYLES)
 
 
 @pytest.fixture(scope="module")
@@ -22,13 +28,13 @@ def imports(tmp_path_factory):
 @pytest.fixture(scope="module")
 def isolated(serve, fork_tree, imports):
     """The fork with every pack isolated: zoo_loader in a worker of its own, the others in one group."""
-    return serve(fork_tree, ["--cpu", "--isolate", "all"], packs=ZOO, environment={"ZOO_IMPORTS": str(imports)})
+    return serve(fork_tree, ["--cpu", "--isolate", "all"], names=MODELS, packs=ZOO, environment={"ZOO_IMPORTS": str(imports)})
 
 
 @pytest.fixture(scope="module")
 def native(serve, upstream_tree):
     """ComfyUI as it is, with the same packs."""
-    return serve(upstream_tree, ["--cpu"], packs=ZOO)
+    return serve(upstream_tree, ["--cpu"], names=MODELS, packs=ZOO)
 
 
 @pytest.fixture(params=["isolated", "native"])
@@ -48,6 +54,11 @@ def nodes(*entries):
 def ui(result, id="n"):
     assert result.ok, result.error
     return result.outputs[id]
+
+
+def ran(result):
+    """The nodes that have been run, and were not taken from the cache."""
+    return {event["data"]["node"] for event in result.events if event["type"] == "executing"} - {None}
 
 
 def packs(server):
@@ -88,11 +99,17 @@ def test_the_log_and_the_stats_say_where_each_pack_runs(isolated):
     found = packs(isolated)
     assert found["zoo_nodes"]["pid"] == found["zoo_v3"]["pid"] == found["zoo_front"]["pid"] != found["zoo_loader"]["pid"]
     assert isolated.pid not in {pack.get("pid") for pack in found.values()}
-    assert not found["zoo_patcher"]["isolated"] and "zoo_schedule" in found["zoo_patcher"]["reason"]
+    edits = ("comfy.samplers.SCHEDULER_NAMES got 'zoo_schedule'", "comfy.sample.prepare_noise was replaced")
+    assert not found["zoo_patcher"]["isolated"] and all(edit in found["zoo_patcher"]["reason"] for edit in edits)
     assert "nobody has" in found["zoo_broken"]["reason"] and "pid" not in found["zoo_broken"]
-    log = isolated.log()
-    for name in ZOO:
-        assert f"  {name}: " in log
+    lines = {name: next(line for line in isolated.log().splitlines() if f"  {name}: " in line) for name in ZOO}
+    assert "takes MODEL (ZooShiftModel), which is not sent" in lines["zoo_loader"] and "takes" not in lines["zoo_v3"]
+    assert found["zoo_loader"]["takes_objects"] == {"MODEL": ["ZooShiftModel"]} and found["zoo_v3"]["takes_objects"] == {}
+    assert all(edit in lines["zoo_patcher"] for edit in edits)
+
+
+def test_what_a_pack_has_added_to_comfyui_is_offered_and_used_by_the_host(server):
+    assert "zoo_schedule" in server.get("/object_info/KSampler")["KSampler"]["input"]["required"]["scheduler"][0]
 
 
 def test_nothing_is_said_of_packs_where_none_is_isolated(native):
@@ -125,6 +142,19 @@ def test_models_of_worker_and_host_in_one_workflow(isolated, native):
     graph.add("mine", "ZooLoadCheckpoint", ckpt_name=graph["ckpt"]["inputs"]["ckpt_name"])
     graph["sampler"]["inputs"]["model"] = out("mine")
     assert isolated.run(graph).images == native.run(graph).images != []
+
+
+def test_a_workflow_in_two_workers_and_the_host_gives_the_same_pixels(isolated, native):
+    graph = workflows.txt2img_sd3()
+    graph["ckpt"]["class_type"] = "ZooLoadCheckpoint"
+    graph.add("upscaler", "StyleLoadUpscaler", model_name="tiny_compact_x2.safetensors")
+    graph.add("larger", "StyleUpscaleInTiles", upscaler=out("upscaler"), image=out("decode"), tile=32)
+    graph.add("small", "ImageScale", image=out("larger"), upscale_method="area", width=48, height=48, crop="disabled")
+    graph.add("cut", "StyleRemoveBackground", image=out("small"), weights="random", seed=3)
+    graph["save"]["inputs"]["images"] = out("cut")
+    ours, theirs = isolated.run(graph), native.run(graph)
+    assert ours.images == theirs.images != []
+    assert ours.outputs["larger"]["pid"] == ours.outputs["cut"]["pid"] == [worker_pid(isolated, "style_upscale")] != [worker_pid(isolated, "zoo_loader")]
 
 
 def test_samplers_and_noise_of_the_host_go_to_the_model(isolated, native):
@@ -174,11 +204,14 @@ def test_the_node_runs_in_its_worker(isolated):
 def test_change_checks(server, how, runs):
     graph = nodes(("e", "EmptyImage", {"width": 8, "height": 8, "batch_size": 1, "color": 0}),
                   ("n", "ZooChanged", {"seed": 3, "how": how, "image": out("e")}))
-    first = ui(server.run(graph))["asked"][0]
-    assert first[-1] == {"seed": 3, "how": how, "image": "None"}
+    said = {"seed": 3, "how": how, "image": "None"}
+    assert ui(server.run(graph))["asked"][0] == [said]
     second = server.run(graph)
     executed = [event for event in second.events if event["type"] == "executing" and event["data"]["node"] == "n"]
     assert len(executed) == runs - 1
+    graph["n"]["inputs"].update(seed=4, how="nan")
+    asked = ui(server.run(graph))["asked"][0]
+    assert asked == ([said] if runs == 1 else []) + [{**said, "seed": 4, "how": "nan"}]     # once for each prompt
 
 
 def test_validation(server):
@@ -196,14 +229,19 @@ def test_only_the_chosen_branch_runs(server, pick):
     result = server.run(graph)
     assert ui(result)["seen"] == [[[None, None], [1 if pick == "a" else None, 2 if pick == "b" else None]]]
     assert ui(result)["values"] == [[1, None] if pick == "a" else [None, 2]]
+    assert ran(result) == {pick, "n"}
 
 
 def test_an_instance_lives_as_long_as_native(server):
     graph = nodes(("n", "ZooCounted", {"value": 1, "again": 1}))
-    runs = []
+    runs, calls = [], []
     for again in (10, 11, 12):
         graph["n"]["inputs"]["again"] = again
-        runs.append(ui(server.run(graph))["runs"][0])
+        said = ui(server.run(graph))
+        runs.append(said["runs"][0])
+        calls.append(said["calls"][0])
+        assert said["who"] == ["zoo_nodes"]     # of the module that the pack imports relatively
+    assert calls == [calls[0], calls[0] + 1, calls[0] + 2]      # which keeps its state from call to call
     server.run(nodes(("other", "ZooCounted", {"value": 1, "again": 99})))      # a prompt without the node
     graph["n"]["inputs"]["again"] = 13
     runs.append(ui(server.run(graph))["runs"][0])
@@ -211,12 +249,12 @@ def test_an_instance_lives_as_long_as_native(server):
 
 
 def test_expansion_has_the_ids_of_native_and_is_cached(server):
-    graph = nodes(("7", "ZooExpand", {"value": 5}), ("9", "ZooExpand", {"value": 6}), ("n", "ZooCounted", {"value": out("7"), "again": 0}),
+    """Also where two packs expand in two workers, each with a counter of its own."""
+    graph = nodes(("7", "ZooExpand", {"value": 5}), ("9", "ZooExpandElsewhere", {"value": 6}), ("n", "ZooCounted", {"value": out("7"), "again": 0}),
                   ("o", "ZooCounted", {"value": out("9"), "again": 0}))
     result = server.run(graph)
-    assert result.ok, result.error
-    ids = {event["data"]["node"] for event in result.events if event["type"] == "executing"} - {None}
-    assert {"7.0.0.1", "7.0.0.2", "9.0.0.1", "9.0.0.2"} <= ids
+    assert (ui(result)["value"], ui(result, "o")["value"]) == ([6], [7])
+    assert {"7.0.0.1", "7.0.0.2", "9.0.0.1", "9.0.0.2"} <= ran(result)
     again = server.run(graph)
     assert again.ok and not [e for e in again.events if e["type"] == "executing" and e["data"]["node"]]
 
@@ -258,9 +296,14 @@ def test_hidden_inputs(server):
     assert said["nodes"] == [["m", "n"]] and said["id"] == ["n"]
 
 
-def test_a_thing_of_the_pack_is_the_same_object_for_its_next_node(server):
-    said = ui(server.run(nodes(("t", "ZooMakeThing", {"text": "it"}), ("n", "ZooUseThing", {"thing": out("t")}))))
-    assert said == {"text": ["it"], "same": [True]}
+@pytest.mark.parametrize("through", [None, ("ComfySwitchNode", {"switch": True, "on_true": out("t"), "on_false": out("t")}), ("ZooPass", {"value": out("t"), "pack": "zoo_nodes.helper"})],
+                         ids=["directly", "through a core node", "through a pack of the host"])
+def test_a_thing_of_the_pack_is_the_same_object_for_its_next_node(server, isolated, through):
+    graph = nodes(("t", "ZooMakeThing", {"text": "it"}), *([("p", *through)] if through else []), ("n", "ZooUseThing", {"thing": out("p" if through else "t")}))
+    result = server.run(graph)
+    assert ui(result) == {"text": ["it"], "same": [True]}
+    if server is isolated and "p" in result.outputs:
+        assert ui(result, "p") == {"imported": [[]], "pid": [server.pid]}       # the host has not imported the pack
 
 
 @pytest.mark.parametrize("size", [8, 1024])
@@ -293,6 +336,61 @@ def test_progress_and_previews_carry_the_id_of_their_node(server):
     assert [s for s in states if s["state"] == "running" and s["value"] == 5]
 
 
+async def test_nodes_of_a_worker_and_of_the_host_report_at_the_same_time(server):
+    seed = time.time_ns() % 10 ** 9
+    prompt, texts, binary = await followed(server, nodes(("a", "ZooProgress", {"steps": 10, "pause": 0.12, "seed": seed}),
+                                                         ("b", "ZooPatientProgress", {"steps": 10, "pause": 0.1, "seed": seed})))
+    reports = [m["data"] for m in texts if m["type"] == "progress"]
+    assert {m["prompt_id"] for m in reports} == {prompt} and {m["node"] for m in reports} == {"a", "b"}
+    for node in "ab":
+        values = [m["value"] for m in reports if m["node"] == node]
+        assert values == sorted(values) and values[-1] == 10 and all(m["max"] == 10 for m in reports)
+    [preview] = [data for kind, data in binary if kind == 4]        # with what it belongs to
+    length = int.from_bytes(preview[:4])
+    about = json.loads(preview[4:4 + length])
+    assert (about["node_id"], about["prompt_id"]) == ("a", prompt)
+    assert Image.open(io.BytesIO(preview[4 + length:])).getpixel((0, 0)) == (4, 0, 0)
+
+
+def test_a_thread_that_knows_no_node_reports_for_the_one_that_runs(server):
+    result = server.run(nodes(("a", "ZooProgress", {"steps": 10, "pause": 0.12, "helper": True, "seed": time.time_ns() % 10 ** 9})))
+    reports = [e["data"] for e in result.events if e["type"] == "progress"]
+    assert {m["node"] for m in reports} == {"a"} and [m["value"] for m in reports][-1] == 10 and len(reports) > 5
+
+
+def test_the_rate_of_reports_has_a_bound(server):
+    result = server.run(nodes(("a", "ZooProgress", {"steps": 3000, "pause": 0.0, "seed": time.time_ns() % 10 ** 9})))
+    reports = [e for e in result.events if e["type"] == "progress"]
+    assert reports[-1]["data"]["value"] == 3000
+    assert len(reports) <= 50 * ui(result, "a")["seconds"][0] + 10
+
+
+async def test_a_text_is_shown_at_its_node(server):
+    _, _, binary = await followed(server, nodes(("n", "ZooSends", {"text": "half way", "file": server.get("/object_info/ZooSends")["ZooSends"]["input"]["required"]["file"][0][0]})))
+    assert b"\0\0\0\x01nhalf way" in [data for kind, data in binary if kind == 3]
+
+
+async def followed(server, prompt):
+    """Run a prompt as the page does, which takes previews with what they belong to: its id, its messages, and what came as (kind, bytes)."""
+    texts, binary = [], []
+    async with aiohttp.ClientSession() as session, session.ws_connect(f"{server.url}/ws?clientId=page", max_msg_size=0) as socket:
+        await socket.send_json({"type": "feature_flags", "data": {"supports_preview_metadata": True}})
+        id_ = None
+        async for message in socket:
+            if message.type is aiohttp.WSMsgType.BINARY:
+                binary.append((int.from_bytes(message.data[:4]), message.data[4:]))
+                continue
+            said = json.loads(message.data)
+            if said["type"] == "feature_flags":
+                id_ = (await asyncio.to_thread(server.post, "/prompt", {"prompt": prompt, "client_id": "page"}))["prompt_id"]
+            elif id_ is not None:
+                texts.append(said)
+                assert said["type"] != "execution_error", said
+                if said["type"] == "execution_success":
+                    return id_, texts, binary
+    raise AssertionError("the server has closed the connection")
+
+
 # the newer style
 
 def test_every_kind_of_input_of_the_newer_style(isolated, native):
@@ -321,6 +419,17 @@ def test_lazy_inputs_of_the_newer_style(server):
     assert ui(server.run(graph))["values"] == [[None, 2]]
 
 
+def test_lazy_inputs_of_any_number(isolated, native):
+    """Whichever of them this release of ComfyUI runs: the same."""
+    found = []
+    for server in (isolated, native):
+        result = server.run(nodes(*((f"i{i}", "ZooSilent", {"value": i, "again": time.time_ns() % 10 ** 9}) for i in range(3)),
+                                  ("n", "ZooLazyGrown", {"pick": "v1", **{f"values.v{i}": out(f"i{i}") for i in range(3)}})))
+        found.append((ui(result), ran(result)))
+    assert found[0] == found[1]
+    assert found[0][0]["values"][0]["v1"] == 1
+
+
 def test_an_async_node_of_the_newer_style_reports_through_the_api(server):
     result = server.run(nodes(("n", "ZooAsyncV3", {"seed": time.time_ns() % 10 ** 9})))
     assert result.outputs["n"]["text"][0].startswith("seed ")
@@ -331,6 +440,60 @@ def test_an_async_node_of_the_newer_style_reports_through_the_api(server):
 def test_a_blocker_of_the_newer_style(server):
     result = server.run(nodes(("b", "ZooBlockV3", {"block": True}), ("n", "ZooCounted", {"value": out("b"), "again": 0})))
     assert result.error and "blocked by the zoo" in result.error["exception_message"]
+
+
+# packs as public ones are written
+
+def test_a_pack_that_upscales_in_tiles(isolated, native):
+    def upscaled(server):
+        graph = nodes(("l", "StyleLoadUpscaler", {"model_name": "tiny_compact_x2.safetensors"}), ("i", "LoadImage", {"image": "tiny.png"}),
+                      ("n", "StyleUpscaleInTiles", {"upscaler": out("l"), "image": out("i"), "tile": 32}), ("s", "PreviewImage", {"images": out("n")}))
+        result = server.run(graph)
+        said = ui(result)
+        reports = [e["data"] for e in result.events if e["type"] == "progress" and e["data"]["node"] == "n"]
+        assert said["steps"][0] > 4 and reports[-1]["value"] == reports[-1]["max"] == said["steps"][0]
+        return result.images, said["pid"][0]
+    ours, theirs = upscaled(isolated), upscaled(native)
+    assert ours[0] == theirs[0] != []
+    assert ours[1] == worker_pid(isolated, "style_upscale") and theirs[1] == native.pid
+
+
+def test_a_pack_that_loads_a_network_of_its_own(isolated, native):
+    def removed(server):
+        graph = nodes(("i", "LoadImage", {"image": "tiny.png"}), ("n", "StyleRemoveBackground", {"image": out("i"), "weights": "random", "seed": 5}),
+                      ("m", "MaskToImage", {"mask": out("n", 1)}), ("a", "PreviewImage", {"images": out("n")}), ("b", "PreviewImage", {"images": out("m")}))
+        result = server.run(graph)
+        assert ui(result)["held"] == [True]
+        return result.images, ui(result)["pid"][0]
+    ours, theirs = removed(isolated), removed(native)
+    assert ours[0] == theirs[0] and len(set(ours[0])) == 2
+    assert ours[1] == worker_pid(isolated, "style_matting")
+    assert "matting" in isolated.get("/models")
+
+
+async def test_a_pack_that_keeps_prompts(server):
+    name = f"night-{time.time_ns()}"
+    graph = nodes(("n", "StyleSavedPrompt", {"name": name}))
+    with pytest.raises(ServerError, match="no saved prompt"):
+        await asyncio.to_thread(server.run, graph)
+    async with aiohttp.ClientSession() as session, session.ws_connect(f"{server.url}/ws?clientId=page") as page:
+        async with session.post(f"{server.url}/api/style_prompts/{name}", json={"text": "a lake"}) as answer:
+            names = (await answer.json())["names"]
+        while (told := await page.receive_json(timeout=30))["type"] != "style_prompts.saved":
+            pass
+        told = told["data"]
+        assert told["names"] == names and name in names
+    assert server.get("/style_prompts")[name] == "a lake"
+    deadline = time.monotonic() + 10        # what was just asked is not asked again
+    while name not in server.get("/object_info/StyleSavedPrompt")["StyleSavedPrompt"]["input"]["required"]["name"][0]:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.2)
+    assert ui(await server.run_async(graph))["text"] == ["a lake"]
+    again = await server.run_async(graph)
+    assert not ran(again)
+    await asyncio.to_thread(server.post, f"/style_prompts/{name}", {"text": "a sea"})
+    assert ui(await server.run_async(graph))["text"] == ["a sea"]       # what it read has changed
+    assert b"style_prompts.saved" in server.request("/style_prompts_files/prompts.js")
 
 
 # the pack's page
@@ -351,7 +514,6 @@ def test_bodies_headers_and_status_of_routes(server):
 
 
 async def test_a_websocket_of_a_pack(server):
-    import aiohttp
     async with aiohttp.ClientSession() as session, session.ws_connect(f"{server.url}/zoo/socket") as socket:
         await socket.send_str("hello")
         assert (await socket.receive(timeout=30)).data == "HELLO"

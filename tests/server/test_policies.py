@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+import sysconfig
 import time
 
 import pytest
@@ -34,6 +37,54 @@ NODE_CLASS_MAPPINGS = {{"{name}": {name}}}
 '''
 
 
+OWN = '''
+import os
+import sys
+
+import only_here
+
+
+class OwnEnvironment:
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"image": ("IMAGE",)}}
+
+    RETURN_TYPES = ()
+    FUNCTION = "run"
+    OUTPUT_NODE = True
+
+    def run(self, image):
+        return {"ui": {"prefix": [sys.prefix], "where": [only_here.WHERE], "blue": [float(image[..., 2].mean())], "pid": [os.getpid()]}}
+
+
+NODE_CLASS_MAPPINGS = {"OwnEnvironment": OwnEnvironment}
+'''
+
+TWIN = '''
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(__file__))
+{how} twin_names
+
+
+class Twin:
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {{"required": {{"seed": ("INT", {{"default": 0}})}}}}
+
+    RETURN_TYPES = ()
+    FUNCTION = "run"
+    OUTPUT_NODE = True
+
+    def run(self, seed):
+        return {{"ui": {{"who": [twin_names.WHO]}}}}
+
+
+NODE_CLASS_MAPPINGS = {{"Twin_{name}": Twin{more}}}
+'''
+
+
 @pytest.fixture(scope="module")
 def imports(tmp_path_factory):
     return tmp_path_factory.mktemp("imports") / "log"
@@ -43,13 +94,33 @@ def imports(tmp_path_factory):
 def server(serve, fork_tree, tmp_path_factory, imports):
     folder = tmp_path_factory.mktemp("packs")
     for name, table in (("Required", 'environment = "nowhere"\nfallback = "refuse"'), ("Allowed", 'environment = "nowhere"'), ("Good", ""),
-                        ("Wrong", "idle_seconds = -1")):
+                        ("Own", 'environment = "environment"'), ("Wrong", "idle_seconds = -1")):
         pack = folder / name.lower()
         pack.mkdir()
         (pack / "__init__.py").write_text(NODE.format(name=name, log=str(imports)))
         (pack / "pyproject.toml").write_text(f"[tool.comfyui-multiproc]\nisolate = true\n{table}\n")
+    with open(folder / "good" / "__init__.py", "a") as file:
+        file.write('WEB_DIRECTORY = "js"\n')
+    (folder / "good" / "js").mkdir()
+    (folder / "good" / "js" / "good.js").write_text("// good")
+    (folder / "own" / "__init__.py").write_text(OWN)
+    environment(folder / "own" / "environment")
+    for name, group in (("twin_a", "twins"), ("twin_b", "twins"), ("alone_a", None), ("alone_b", None)):
+        pack = folder / name
+        pack.mkdir()
+        (pack / "twin_names.py").write_text(f"WHO = {name!r}\n")
+        (pack / "__init__.py").write_text(TWIN.format(name=name, how="from . import" if group else "import", more=', "Twin": Twin' if group else ""))
+        (pack / "pyproject.toml").write_text("[tool.comfyui-multiproc]\nisolate = true\n" + (f'group = "{group}"\n' if group else ""))
     return serve(fork_tree, ["--cpu", "--cache-none", "--isolate", "zoo_nodes", "--isolate", "nonsense"],
                  packs=("zoo_nodes", *sorted(folder.iterdir())))
+
+
+def environment(folder):
+    """A Python environment with the packages of this one and a module that only it has."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    [site] = folder.glob("lib/python*/site-packages") if os.name == "posix" else folder.glob("Lib/site-packages")
+    (site / "all_of_the_host.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (site / "only_here.py").write_text("WHERE = __file__\n")
 
 
 def packs(server):
@@ -80,6 +151,7 @@ def test_a_configuration_that_cannot_be_used_is_said(server):
 
 def test_an_isolated_pack_is_imported_once_for_each_start_of_its_worker(server, imports):
     first = server.run(one("Good", seed=1)).outputs["n"]["pid"][0]
+    assert server.request("/extensions/good/good.js") == b"// good" and "/extensions/good/good.js" in server.get("/extensions")
     os.kill(first, signal.SIGKILL)
     deadline = time.monotonic() + 30
     while packs(server)["good"]["state"] != "stopped" and time.monotonic() < deadline:
@@ -93,9 +165,33 @@ def test_an_isolated_pack_is_imported_once_for_each_start_of_its_worker(server, 
         new.unlink()
     assert files[0] == "none" and "zoo_new.safetensors" in files      # known without the worker, and without starting it
     assert packs(server)["good"]["state"] == "stopped"
+    assert server.request("/extensions/good/good.js") == b"// good" and "/extensions/good/good.js" in server.get("/extensions")
+    assert packs(server)["good"]["state"] == "stopped"
     second = server.run(one("Good", seed=2)).outputs["n"]["pid"][0]
     lines = [int(line.split()[1]) for line in imports.read_text().splitlines() if line.startswith("Good")]
     assert lines == [first, second] and server.pid not in lines
+
+
+def test_a_pack_with_an_environment_of_its_own(server):
+    """Its Python, its modules, and the values of everybody."""
+    graph = one("OwnEnvironment", image=out("e"))
+    graph.add("e", "EmptyImage", width=8, height=8, batch_size=1, color=255)
+    result = server.run(graph)
+    assert result.ok, result.error
+    said = result.outputs["n"]
+    assert said["prefix"] == [str(server.home / "custom_nodes" / "own" / "environment")] or said["prefix"][0].endswith("own/environment")
+    assert "own/environment" in said["where"][0] and said["blue"] == [1.0] and said["pid"] == [packs(server)["own"]["pid"]]
+
+
+def test_packs_with_the_same_names(server):
+    """Two in one worker have the same node: the last has it, as natively. Two with workers of their own have the same module: each has its own."""
+    order = [name for name in os.listdir(server.home / "custom_nodes") if name.startswith("twin")]
+    assert packs(server)["twin_a"]["pid"] == packs(server)["twin_b"]["pid"]
+    assert server.run(one("Twin", seed=1)).outputs["n"]["who"] == [order[-1]]
+    for name in order:
+        assert server.run(one(f"Twin_{name}", seed=1)).outputs["n"]["who"] == [name]
+    for name in ("alone_a", "alone_b"):
+        assert server.run(one(f"Twin_{name}", seed=1)).outputs["n"]["who"] == [name]
 
 
 def test_expansion_without_a_cache(server):

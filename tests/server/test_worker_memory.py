@@ -36,6 +36,10 @@ def worker(server, pack):
     return next(pack_ for pack_ in server.get("/system_stats")["packs"] if pack_["name"] == pack)
 
 
+def process(server, pid):
+    return next(row for row in server.get("/system_stats")["processes"] if row["pid"] == pid)
+
+
 def on_card(server):
     """Bytes of live tensors on the card, by pid."""
     return {process.pid: process.allocated for process in read_card(server.card_path).processes}
@@ -75,6 +79,19 @@ def test_system_stats_lists_the_workers(server):
     stats = server.get("/system_stats")
     row = next(row for row in stats["processes"] if row["pid"] == pid)
     assert row["devices"][0]["vram"] > 5 * MIB and "zoo_loader" in row["name"]
+    assert row["ram"] > MIB and {"pinned", "age", "state"} <= row.keys() and {"resident", "cached", "fixed", "scratch", "claimed"} <= row["devices"][0].keys()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        # Whoever says nothing for ten seconds is marked, and nobody waits for it.
+        assert eventually(lambda: process(server, pid)["state"] == "silent")
+        began = time.monotonic()
+        row = process(server, pid)
+        assert time.monotonic() - began < 5
+        assert row["age"] > 5 and row["devices"][0]["vram"] > 5 * MIB
+        assert process(server, worker(server, "zoo_nodes")["pid"])["state"] == "idle"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert eventually(lambda: process(server, pid)["state"] == "idle")
 
 
 def test_a_worker_that_was_killed_is_replaced_and_its_cached_objects_are_made_again(server):
@@ -144,6 +161,31 @@ def test_a_worker_whose_objects_are_in_use_is_not_ended(server):
     graph["use"]["inputs"]["seed"] = 2
     second = server.run(graph)
     assert second.outputs["use"] == {"class": ["Object"], "pid": [pid]}
+
+
+def test_whoever_is_idle_for_long_gives_the_card_back_and_a_running_prompt_is_not_idle(serve, fork_tree):
+    """Host and worker; the results are the same when the models come back."""
+    server = serve(fork_tree, ["--process-memory-idle", "1", "--isolate", "zoo_loader"], packs=("zoo_loader", "zoo_nodes"), card=CardSettings(size=400 * MIB))
+    graph = isolated_checkpoint()
+    for id, node in workflows.txt2img_sd3().items():
+        inputs = {name: out(f"host_{value[0]}", value[1]) if isinstance(value, list) else value for name, value in node["inputs"].items()}
+        graph.add(f"host_{id}", node["class_type"], **inputs)
+    graph.add("worker_works", "ZooWho", seed=1, anything=out("host_decode"), seconds=3.0)
+    graph.add("host_works", "ZooBusy", seed=out("worker_works"), seconds=3.0)
+    first = server.run(graph)
+    assert first.ok, first.error
+    log = server.log()
+    assert "Prompt executed" in log.partition("without work")[0]
+    pid = worker(server, "zoo_loader")["pid"]
+    assert eventually(lambda: not read_card(server.card_path).used)
+    for number in (pid, server.pid):
+        assert read_card(server.card_path).process(number).peak > 5 * MIB
+        assert process(server, number)["devices"][0]["vram"] == 0
+    assert worker(server, "zoo_loader")["pid"] == pid and server.log().count("after 1 s without work") >= 2
+    graph["sampler"]["inputs"]["seed"] += 1
+    graph["host_sampler"]["inputs"]["seed"] += 1
+    again = server.run(graph)
+    assert again.ok and again.images != first.images
 
 
 # the nodes for workflow authors

@@ -354,6 +354,42 @@ def test_where_the_figure_covers_one_process_what_others_hold_is_taken_off_once(
         devices.cover(CARD, None)
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_missing_is_asked_for_whether_or_not_the_figure_shows_what_others_hold(card, whole):
+    W = peer(card, "W", {"A": 625})
+    own(card, Model(125, loaded=125))
+    devices.cover(CARD, whole)
+    try:
+        if not whole:
+            card.used -= 625
+            W.on_freed = lambda size: None
+        assert card.get_free_memory(Device(), torch_free_too=True) == (250, 0)      # also what /system_stats shows
+        climb(card, 312, keep_loaded=card.current_loaded_models)
+        assert W.asked == [("A", 62)]
+    finally:
+        devices.cover(CARD, None)
+
+
+def test_no_card_that_a_process_does_not_use_is_asked_for_its_figures(card, monkeypatch):
+    """That would open a context on it."""
+    cards = [Device("cuda", i) for i in range(4)]
+    asked = []
+    monkeypatch.setattr(card, "get_all_torch_devices", lambda: cards, raising=False)
+    monkeypatch.setattr(card, "device", cards[1])
+    for name in ("get_total_memory", "get_free_memory"):
+        real = getattr(card, name)
+        monkeypatch.setattr(card, name, lambda device, *args, real=real, **kwargs: asked.append(device.index) or real(device, *args, **kwargs))
+    torch = types.SimpleNamespace(cuda=types.SimpleNamespace(memory_stats=lambda device: {"reserved_bytes.all.current": 7} if device.index == 3 else {}))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    own(card, Model(100, device=cards[2]))
+    peer(card, "W", {"A": 100})
+    assert len(process_memory.processes()) == 2
+    process_memory.with_processes(lambda: "")()
+    process_memory.everywhere(lambda: None)()
+    process_memory.release_caches()
+    assert set(asked) == {1, 2, 3}
+
+
 def test_a_provider_that_stops_answering_loses_its_claim_after_a_while(card, monkeypatch):
     W = peer(card, "W")
     W.claimed = 200

@@ -2,6 +2,7 @@
 
 import gc
 import io
+import json
 import math
 import os
 import threading
@@ -376,6 +377,13 @@ def test_anything_else_stays_and_comes_home_as_itself(pair, value):
     handle = pair.to_host({"x": [value]})["x"][0]
     assert type(handle) is Handle and handle.type_name == type(value).__qualname__
     assert pair.to_worker((handle,))[0] is value
+
+
+def test_nothing_of_a_model_is_in_the_message(pair):
+    model = torch.nn.Linear(2048, 2048)
+    packet = pair.worker.encode({"model": [model], "name": "x"})
+    assert len(json.dumps(packet.body)) < 1000 and not packet.fds
+    packet.cancel()
 
 
 def test_a_value_within_itself_stays(pair):

@@ -136,6 +136,7 @@ def test_the_resolved_options_and_folders_are_there(make, monkeypatch):
         output_directory="/out", supported_pt_extensions=usual, get_folder_paths=lambda name: ["/packs"],
         folder_names_and_paths={"checkpoints": (["/models/a", "/models/b"], usual), "custom_nodes": (["/packs"], set())}))
     monkeypatch.setattr(sys, "path", ["/packs/one/lib", *sys.path])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     worker = make()
     about = ask(worker, "about")
     assert {k: about["args"][k] for k in ("cpu", "reserve_vram", "fast", "extra_model_paths_config")} == {
@@ -144,6 +145,7 @@ def test_the_resolved_options_and_folders_are_there(make, monkeypatch):
     assert "strange" not in about["args"]
     assert about["folders"] == ["/out", ["/models/a", "/models/b"]]
     assert "/packs/one/lib" not in about["path"]
+    assert about["environment"]["CUDA_VISIBLE_DEVICES"] == "0"      # what the host does not see its workers do not see
     monkeypatch.setattr(sys, "argv", ["main.py", "--lowvram"])
     assert ask(worker, "about")["args"] == about["args"]
 
@@ -194,6 +196,8 @@ def test_another_environment_finds_its_own_libraries(make, monkeypatch, tmp_path
     assert "PYTHONPATH" not in about["environment"]
     assert not any("site-packages" in p and not p.startswith(str(tmp_path)) for p in about["path"])
     assert ask(make("plain"), "library") == 1
+    with pytest.raises(OSError, match=rf"libmissing\.so.*{tmp_path / 'environment'}.*LD_LIBRARY_PATH={tmp_path / 'environment' / 'lib'}"):
+        ask(worker, "library", "libmissing.so")
     assert os.environ["LD_LIBRARY_PATH"] == str(tmp_path / "host")
 
 
@@ -475,10 +479,10 @@ def test_a_node_may_have_processes_of_its_own(make, tmp_path):
 
 
 def test_output_is_logged_with_the_workers_name_and_never_stops_a_node(make, caplog):
-    """Ten million characters, progress bars, letters that the locale does not know."""
+    """Ten MiB, progress bars, letters that the locale does not know."""
     worker = make(environment={"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"})
     with caplog.at_level(logging.INFO):
-        assert ask(worker, "write", 10_000_000) == "written"
+        assert ask(worker, "write", 10 << 20) == "written"
         until(lambda: worker.log_tail[-1:] == ("a warning",))
     assert worker.log_tail[-2:] == ("äöü \N{SNOWMAN}", "a warning")
     assert all(r.getMessage().startswith("[zoo] ") for r in caplog.records if "x" * 50 in r.getMessage())

@@ -225,5 +225,5 @@ def grow(body):
 
 @job
 def library(body):
-    tiny = ctypes.CDLL("libtiny.so")
+    tiny = ctypes.CDLL(body or "libtiny.so")
     return tiny.version()

@@ -22,6 +22,14 @@ import torch
 torch.backends.cudnn.benchmark = True       # as careless packs do it at their import
 
 
+def _replace_cast_to():
+    original = mm.cast_to
+    mm.cast_to = lambda *args, **kwargs: original(*args, **kwargs)
+
+
+_replace_cast_to()      # which ComfyUI does not let packs do
+
+
 def _as_on_a_card(name, module):
     """Let ComfyUI's policy for cuDNN find a card, and nothing else."""
     function = getattr(module, name)
@@ -107,7 +115,16 @@ class ZooResolved(Node):
                 "reserved": mm.EXTRA_RESERVED_VRAM, "dynamic": [comfy.memory_management.aimdo_enabled, comfy.model_patcher.CoreModelPatcher.__name__],
                 "smart": not mm.DISABLE_SMART_MEMORY, "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), "pager": getattr(pager, "started", None),
                 "total": mm.get_total_memory(mm.get_torch_device()), "places": places(), "dtypes": dtypes(), "attention": [mm.pytorch_attention_enabled(), mm.pytorch_attention_flash_attention()],
-                "benchmark": torch.backends.cudnn.benchmark, "cast_to": mm.cast_to.__code__.co_filename.endswith("model_management.py")}
+                "benchmark": torch.backends.cudnn.benchmark, "cast_to": own_cast_to()}
+
+
+class ZooHook(Node):
+    """Replace a function of ComfyUI that it guards, while a prompt runs; what it was before, and is then."""
+
+    def say(self):
+        before = own_cast_to()
+        _replace_cast_to()
+        return {"before": before, "after": own_cast_to()}
 
 
 class ZooDirty(Node):
@@ -236,6 +253,11 @@ class ZooOutOfMemory(Node):
     def say(self):
         device = mm.get_torch_device()
         return {"got": torch.empty(2 * mm.get_total_memory(device), dtype=torch.uint8, device=device).nbytes}
+
+
+def own_cast_to():
+    """Whether it is ComfyUI's own."""
+    return mm.cast_to.__code__.co_filename.endswith("model_management.py")
 
 
 def places():

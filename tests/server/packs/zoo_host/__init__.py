@@ -1,9 +1,7 @@
-"""The nodes of zoo_behaviours under other names, for a server's own process; and a pack that replaces what ComfyUI guards."""
+"""The nodes of zoo_behaviours under other names, for a server's own process."""
 
 import importlib.util
 from pathlib import Path
-
-import comfy.model_management as mm
 
 _file = Path(__file__).resolve().parent.parent / "zoo_behaviours" / "__init__.py"
 _spec = importlib.util.spec_from_file_location("zoo_behaviours_of_the_host", _file)
@@ -11,6 +9,3 @@ _module = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_module)
 
 NODE_CLASS_MAPPINGS = {name.replace("Zoo", "ZooHost"): cls for name, cls in _module.NODE_CLASS_MAPPINGS.items()}
-
-_cast_to = mm.cast_to
-mm.cast_to = lambda *args, **kwargs: _cast_to(*args, **kwargs)

@@ -4,6 +4,7 @@ import os
 import time
 
 import comfy.sd
+from comfy_execution.graph_utils import GraphBuilder
 import folder_paths
 
 
@@ -57,5 +58,23 @@ class ZooWho:
         return {"ui": {"pid": [os.getpid()], "kind": [type(anything).__name__], "span": [[begun, time.time()]]}, "result": (os.getpid(),)}
 
 
-NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (ZooLoadCheckpoint, ZooShiftModel, ZooWho)}
+class ZooExpandElsewhere:
+    """Expands to nodes of another pack, with ids that it leaves to ComfyUI."""
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"value": ("INT", {"default": 0})}}
+
+    RETURN_TYPES = ("INT",)
+    FUNCTION = "run"
+    CATEGORY = "zoo"
+
+    def run(self, value):
+        graph = GraphBuilder()
+        first = graph.node("ZooCounted", value=value + 1, again=0)
+        second = graph.node("ZooCounted", value=first.out(0), again=1)
+        return {"result": (second.out(0),), "expand": graph.finalize()}
+
+
+NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (ZooLoadCheckpoint, ZooShiftModel, ZooWho, ZooExpandElsewhere)}
 NODE_DISPLAY_NAME_MAPPINGS = {"ZooLoadCheckpoint": "Load Checkpoint (zoo)"}

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 import time
 from dataclasses import dataclass
 
@@ -117,7 +118,7 @@ class ZooCounted(Node):
     def run(self, value, again):
         self.runs += 1
         helper.calls.append(value)
-        return {"ui": {"runs": [self.runs], "calls": [len(helper.calls)], "who": [helper.WHO], "pid": [os.getpid()]}, "result": (value,)}
+        return {"ui": {"runs": [self.runs], "calls": [len(helper.calls)], "who": [helper.WHO], "pid": [os.getpid()], "value": [value]}, "result": (value,)}
 
 
 class ZooSilent(ZooCounted):
@@ -231,17 +232,27 @@ class ZooMean(Node):
 
 
 class ZooProgress(Node):
-    INPUT_TYPES = node(required={"steps": ("INT", {"default": 10}), "pause": ("FLOAT", {"default": 0.03}), "seed": ("INT", {"default": 0})})
+    """`helper`: the second half is reported by a thread of the pack's own, which knows no node."""
+    INPUT_TYPES = node(required={"steps": ("INT", {"default": 10}), "pause": ("FLOAT", {"default": 0.03}), "seed": ("INT", {"default": 0})},
+                       optional={"helper": ("BOOLEAN", {"default": False})})
     OUTPUT_NODE = True
 
-    def run(self, steps, pause, seed):
-        from PIL import Image
+    def run(self, steps, pause, seed, helper=False):
+        begun = time.time()
         bar = comfy.utils.ProgressBar(steps)
-        for step in range(steps):
+        self.work(bar, steps, pause, range(steps // 2 if helper else steps))
+        if helper:
+            thread = threading.Thread(target=self.work, args=(bar, steps, pause, range(steps // 2, steps)))
+            thread.start()
+            thread.join()
+        return {"ui": {"seconds": [time.time() - begun]}}
+
+    def work(self, bar, steps, pause, numbers):
+        from PIL import Image
+        for step in numbers:
             time.sleep(pause)
             preview = ("PNG", Image.new("RGB", (8, 8), (step, 0, 0)), None) if step == 4 else None
             bar.update_absolute(step + 1, steps, preview)
-        return {"ui": {"done": [True]}}
 
 
 @dataclass

@@ -79,6 +79,27 @@ class ZooLazyV3(io.ComfyNode):
         return io.NodeOutput(a if first else b, ui={"values": [[a, b]]})
 
 
+class ZooLazyGrown(io.ComfyNode):
+    """Asks for one of any number of inputs."""
+    seen = []
+
+    @classmethod
+    def define_schema(cls):
+        template = io.Autogrow.TemplatePrefix(io.Int.Input("v", lazy=True), prefix="v", min=3, max=5)
+        return io.Schema(node_id="ZooLazyGrown", category="zoo/newer", inputs=[io.String.Input("pick"), io.Autogrow.Input("values", template=template)],
+                         outputs=[io.Int.Output()], is_output_node=True)
+
+    @classmethod
+    def check_lazy_status(cls, pick, values):
+        ZooLazyGrown.seen.append(dict(values))
+        return [] if values.get(pick) is not None else [f"values.{pick}"]
+
+    @classmethod
+    def execute(cls, pick, values):
+        seen, ZooLazyGrown.seen = ZooLazyGrown.seen, []
+        return io.NodeOutput(values[pick], ui={"values": [dict(values)], "seen": [seen]})
+
+
 class ZooAsyncV3(io.ComfyNode):
     @classmethod
     def define_schema(cls):
@@ -103,7 +124,7 @@ class ZooBlockV3(io.ComfyNode):
 
 class ZooExtension(ComfyExtension):
     async def get_node_list(self):
-        return [ZooEverything, ZooFingerprint, ZooLazyV3, ZooAsyncV3, ZooBlockV3]
+        return [ZooEverything, ZooFingerprint, ZooLazyV3, ZooLazyGrown, ZooAsyncV3, ZooBlockV3]
 
 
 async def comfy_entrypoint():
