@@ -77,7 +77,6 @@ class BenchmarkTimes:
         import comfy.model_management as mm
         for _ in range(200):        # what load_models_gpu calls for cards only
             mm.free_memory(1 << 20, mm.get_torch_device())
-            mm.debug_memory_summary()
         for _ in range(20):
             mm.unload_all_models()
         return {"ui": {"times": [json.dumps(measured)]}}
