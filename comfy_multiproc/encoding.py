@@ -43,13 +43,14 @@ def handed_out(encoded: Any) -> list[tuple[str, int]]:
 class Encoder:
     """Turns one value into JSON; what is not JSON is gathered on the way.
 
-    `process` is this process's name, `homeward` says whether a handle's owner is reached over this link. Afterwards: `views` and
-    `blocks` are the data, `homeward` the handles on their way home, `outward` what the other end gets a handle of: an object of
-    this process or a handle, each with its description, in which "id" is still to be set for an object.
+    `process` is this process's name, `homeward` says whether a handle's owner is reached over this link, `card` is what
+    `tensors.view` asks. Afterwards: `views` and `blocks` are the data, `homeward` the handles on their way home, `outward` what
+    the other end gets a handle of: an object of this process or a handle, each with its description, in which "id" is still to be
+    set for an object.
     """
 
-    def __init__(self, process: str, homeward: Callable[[Handle], bool]):
-        self._process, self._is_homeward = process, homeward
+    def __init__(self, process: str, homeward: Callable[[Handle], bool], card: Callable[[torch.Tensor], str | None]):
+        self._process, self._is_homeward, self._card = process, homeward, card
         self.views: list[tensors.View] = []
         self.blocks: list[tensors.Block] = []
         self.homeward: list[Handle] = []
@@ -182,7 +183,7 @@ class Encoder:
         if not tensors.sendable(value):
             return self.stay(value)
         spec: dict[str, Any] = {"$": "tensor"}
-        self.views.append(tensors.view(value, spec))
+        self.views.append(tensors.view(value, spec, self._card))
         return spec
 
 

@@ -29,11 +29,15 @@ DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isin
 
 @dataclass
 class Block:
-    """Bytes that stay together. `where` is filled in when they have their place: [group, offset, size]."""
+    """Bytes that stay together. `where` is filled in when they have their place: [group, offset, size].
+
+    `write` copies them into a tensor of so many bytes. `card`: the card whose memory they go into, and a tensor that is on it.
+    """
     size: int
-    write: Callable[[np.ndarray], None]
+    write: Callable[[torch.Tensor], None]
     found: tuple[Any, int] | None = None            # a received segment that has them already, and their offset in it
     where: list[int] = field(default_factory=lambda: [0, 0, 0])
+    card: tuple[str, torch.Tensor] | None = None
 
 
 @dataclass
@@ -43,6 +47,7 @@ class View:
     spec: dict[str, Any]
     start: int          # bytes into its storage
     end: int
+    card: str | None = None     # whose memory it goes into, instead of the host's
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -77,14 +82,20 @@ def sendable(tensor: torch.Tensor) -> bool:
         and tensor.device.type != "meta" and dtype_name(tensor.dtype) in DTYPES
 
 
-def view(tensor: torch.Tensor, spec: dict[str, Any]) -> View:
-    """Take a tensor up; `spec` gets what `rebuild` needs, except the place."""
+def view(tensor: torch.Tensor, spec: dict[str, Any], card: Callable[[torch.Tensor], str | None] = lambda tensor: None) -> View:
+    """Take a tensor up; `spec` gets what `Reader.tensor` needs, except the place.
+
+    `card(tensor)` names the card whose memory takes it to the other end; None: the host's memory.
+    """
     tensor = tensor.detach()
     if tensor.is_conj():
         tensor = tensor.resolve_conj()
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
-    if tensor.device.type != "cpu":
+    which = card(tensor)
+    if which is not None:
+        spec["device"] = which
+    elif tensor.device.type != "cpu":
         spec["device"] = device_name(tensor.device)
         tensor = tensor.cpu()
     itemsize = tensor.element_size()
@@ -94,19 +105,19 @@ def view(tensor: torch.Tensor, spec: dict[str, Any]) -> View:
         span = int(1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))) * itemsize
     spec["dtype"] = dtype_name(tensor.dtype)
     spec["shape"] = list(tensor.shape)
-    return View(tensor, spec, start, start + span)
+    return View(tensor, spec, start, start + span, which)
 
 
 def blocks(views: list[View], locate: Callable[[int, int], tuple[Any, int] | None]) -> list[Block]:
     """The bytes of these tensors. `locate(address, size)` knows which lie in a received segment."""
-    by_storage: dict[int, list[View]] = {}
+    by_storage: dict[tuple[int, str | None], list[View]] = {}
     for item in views:
         if item.end > item.start:
-            by_storage.setdefault(item.tensor.untyped_storage().data_ptr(), []).append(item)
+            by_storage.setdefault((item.tensor.untyped_storage().data_ptr(), item.card), []).append(item)
         else:
             item.spec["at"] = None
     found: list[Block] = []
-    for base, items in by_storage.items():
+    for (base, _), items in by_storage.items():
         items.sort(key=lambda v: v.start)
         cluster: list[View] = []
         end = 0
@@ -125,15 +136,16 @@ def _block(base: int, cluster: list[View], end: int, locate: Callable[[int, int]
     first = cluster[0]
     # 16 is the largest item size; storages start at multiples of it.
     start = first.start & ~15
-    where = locate(base + start, end - start)
-    if where is None and len(cluster) == 1 and first.tensor.nbytes < end - first.start:
-        tensor = first.tensor
-        block = Block(tensor.nbytes, lambda out: _copy_dense(out, tensor))
+    where = locate(base + start, end - start) if first.card is None else None
+    tensor = first.tensor
+    card = None if first.card is None else (first.card, tensor)
+    if where is None and len(cluster) == 1 and tensor.nbytes < end - first.start:
+        block = Block(tensor.nbytes, lambda out: _copy_dense(out, tensor), card=card)
         first.spec.update(at=block.where, offset=0)
         return block
     size = end - start
-    source = torch.empty(0, dtype=torch.uint8).set_(first.tensor.untyped_storage(), start, (size,), (1,))
-    block = Block(size, lambda out: _copy_bytes(out, source), where)
+    source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage(), start, (size,), (1,))
+    block = Block(size, lambda out: _copy_bytes(out, source), where, card=card)
     for item in cluster:
         item.spec.update(at=block.where, offset=(item.start - start) // item.tensor.element_size())
         if not item.tensor.is_contiguous():
@@ -141,13 +153,13 @@ def _block(base: int, cluster: list[View], end: int, locate: Callable[[int, int]
     return block
 
 
-def _copy_bytes(out: np.ndarray, source: torch.Tensor) -> None:
-    torch.from_numpy(out).copy_(source)
+def _copy_bytes(out: torch.Tensor, source: torch.Tensor) -> None:
+    out.copy_(source)
 
 
-def _copy_dense(out: np.ndarray, tensor: torch.Tensor) -> None:
-    target = torch.empty(0, dtype=tensor.dtype).set_(torch.from_numpy(out).untyped_storage(), 0, tensor.shape, _dense(tensor.shape))
-    target.copy_(tensor)
+def _copy_dense(out: torch.Tensor, tensor: torch.Tensor) -> None:
+    target = torch.empty(0, dtype=tensor.dtype, device=out.device)
+    target.set_(out.untyped_storage(), int(out.storage_offset()) // tensor.element_size(), tensor.shape, _dense(tensor.shape)).copy_(tensor)
 
 
 def _dense(shape: Any) -> list[int]:
@@ -161,7 +173,7 @@ def _dense(shape: Any) -> list[int]:
 def data_block(data: Any) -> Block:
     """The bytes of a buffer."""
     source = np.frombuffer(data, np.uint8)
-    return Block(source.size, lambda out: np.copyto(out, source))
+    return Block(source.size, lambda out: np.copyto(out.numpy(), source))
 
 
 def groups(items: list[Block]) -> list[list[Block]]:
@@ -169,7 +181,11 @@ def groups(items: list[Block]) -> list[list[Block]]:
     result: list[list[Block]] = []
     packed: list[Block] = []
     segments: dict[Any, int] = {}
+    cards: dict[str, list[Block]] = {}
     for block in items:
+        if block.card is not None:
+            cards.setdefault(block.card[0], []).append(block)
+            continue
         if block.found is not None and (block.found[0] in segments or len(segments) < MAX_SEGMENTS):
             key, offset = block.found
             index = segments.setdefault(key, len(result))
@@ -184,12 +200,13 @@ def groups(items: list[Block]) -> list[list[Block]]:
             result.append([block])
         else:
             packed.append(block)
-    end = 0
-    for block in packed:
-        block.where[:] = len(result), end, block.size
-        end += -(-block.size // ALIGN) * ALIGN
-    if packed:
-        result.append(packed)
+    for group in (packed, *cards.values()):
+        end = 0
+        for block in group:
+            block.where[:] = len(result), end, block.size
+            end += -(-block.size // ALIGN) * ALIGN
+        if group:
+            result.append(group)
     return result
 
 
@@ -198,8 +215,8 @@ def extent(group: list[Block]) -> int:
     return max(block.where[1] + block.size for block in group)
 
 
-def write(group: list[Block], out: np.ndarray) -> None:
-    """Copy a group's bytes to their places."""
+def write(group: list[Block], out: torch.Tensor) -> None:
+    """Copy a group's bytes to their places in a tensor of bytes."""
     with torch.no_grad():
         for block in group:
             at = block.where[1]
@@ -209,21 +226,21 @@ def write(group: list[Block], out: np.ndarray) -> None:
 def inline(group: list[Block]) -> str:
     """A group's bytes as text."""
     out = np.zeros(extent(group), np.uint8)
-    write(group, out)
+    write(group, torch.from_numpy(out))
     return base64.b64encode(out.tobytes()).decode()
 
 
 class Reader:
-    """The bytes of a message that has arrived, one array for each group.
+    """The bytes of a message that has arrived, one array for each group; a tensor of bytes where it is memory of a card.
 
     Its methods raise KeyError, IndexError, TypeError, ValueError or RuntimeError for a description that is none.
     """
 
-    def __init__(self, arrays: list[np.ndarray], device: Callable[[str], torch.device | None]):
+    def __init__(self, arrays: list[Any], device: Callable[[str], torch.device | None]):
         self._arrays, self._device = arrays, device
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
 
-    def data(self, where: list[int]) -> np.ndarray:
+    def data(self, where: list[int]) -> Any:
         """The bytes of a block; not a copy."""
         group, start, size = where
         if min(group, start, size) < 0 or start + size > len(self._arrays[group]):
@@ -239,12 +256,18 @@ class Reader:
             # Tensors of one block have one storage, and with it each other's edits.
             storage = self._storages.get(key := tuple(spec["at"][:2]))
             if storage is None:
-                storage = self._storages[key] = torch.from_numpy(self.data(spec["at"])).untyped_storage()
+                storage = self._storages[key] = self._storage(spec["at"])
             stride = spec.get("stride") or _dense(shape)
             last = spec["offset"] + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
             if min(spec["offset"], *stride, 0) < 0 or (last + 1) * dtype.itemsize > storage.nbytes():
                 raise ValueError("a tensor beyond the end of its data")
-            tensor = torch.empty(0, dtype=dtype).set_(storage, spec["offset"], shape, stride)
-        if (name := spec.get("device")) is not None and (target := self._device(name)) is not None:
-            tensor = tensor.to(target)
+            tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, spec["offset"], shape, stride)
+        if (name := spec.get("device")) is not None:
+            tensor = tensor.to(self._device(name) or torch.device("cpu"))
         return tensor
+
+    def _storage(self, where: list[int]) -> torch.UntypedStorage:
+        if isinstance(self._arrays[where[0]], torch.Tensor):
+            # Memory of the sender, who wants it back; one copy each, so that keeping one does not keep the others.
+            return self.data(where).clone().untyped_storage()
+        return torch.from_numpy(self.data(where)).untyped_storage()

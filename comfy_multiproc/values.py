@@ -5,17 +5,20 @@ and a handle goes in its place. A message is JSON and file descriptors; nothing 
 
     {"v": value, "s": [group, ...], "n": number}
 
-A group is ``[name, size, kept]`` for a segment whose descriptor comes with the message, or text with the bytes themselves.
+A group is ``[name, size, kept]`` for a segment whose descriptor comes with the message, text with the bytes themselves, or
+``{"card": card, "name": name, "exported": {...}}`` for memory of a card: see `gpu`.
 `n` is there if the message has handles that are on their way home: the receiver says when it has resolved them. A value
 that JSON has stands for itself; every other is ``{"$": kind, ...}``.
 
 Notices tell the other end what has become of what it sent:
 
-    {"returned": {segment: times}, "given_up": [segment], "released": [[owner, id, times]], "resolved": [n]}
+    {"returned": {segment: times}, "given_up": [segment], "released": [[owner, id, times]], "resolved": [n],
+     "taken": [name], "probe": [{...}], "probed": [[number, found, why]], "refused": [[card, why]]}
 """
 from __future__ import annotations
 
 import base64
+import functools
 import itertools
 import logging
 import os
@@ -29,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import locked, tensors
+from . import gpu, locked, tensors
 from .encoding import Decoder, Encoder, Stays, handed_out
 from .handles import Handle, HandleLost, HandleTable
 from .shared import Attachments, Descriptor, Mapping, Segment, SharedMemoryError, SharedPool
@@ -68,11 +71,12 @@ class Codec:
     `handles` and `pool` are the process's. `notify(notice)` sends a notice to the other end's `receive`; it is called on a
     thread of the codec's own and may raise ConnectionError. `private`: what is received can be edited without the sender
     seeing it (a worker's end); otherwise it is shared with the sender, who does not write it again (the host's end).
-    `device(name)` says where a tensor of that device of the sender belongs here; None leaves it on the CPU.
+    `device(name)` says where a tensor of that device of the sender belongs here; None leaves it on the CPU. `driver` has access to
+    the memory of cards.
     """
 
     def __init__(self, handles: HandleTable, pool: SharedPool, notify: Callable[[dict[str, Any]], None], *, private: bool,
-                 device: Callable[[str], torch.device | None] | None = None):
+                 device: Callable[[str], torch.device | None] | None = None, driver: gpu.Driver | None = None):
         self.handles, self.pool = handles, pool
         self._notify, self._private = notify, private
         self._device = device or tensors.device_here
@@ -87,6 +91,8 @@ class Codec:
         # The one thing a finalizer may touch: it runs at any point of any thread, even inside a lock of ours.
         self._events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self._over = threading.Event()      # nobody takes events any more
+        # The host's end has the log that people read.
+        self._cards = gpu.Cards(driver or gpu.CudaIPC(), lambda probe: self._say("probe", probe), warns=not private)
         self._thread: threading.Thread | None = None
 
     # sending
@@ -97,12 +103,19 @@ class Codec:
         Everything is copied that has to be, so the value may change afterwards. Raises HandleLost for a handle whose owner
         has ended, SharedMemoryError when there is no room.
         """
-        encoder = Encoder(self.handles.process, self._homewards)
+        try:
+            return self._encode(value, self._cards.card)
+        except gpu.CannotShare:
+            pass        # and with the exception, what it refers to on the card
+        return self._encode(value, lambda tensor: None)
+
+    def _encode(self, value: Any, card: Callable[[torch.Tensor], str | None]) -> Packet:
+        encoder = Encoder(self.handles.process, self._homewards, card)
         try:
             body: dict[str, Any] = {"v": encoder.value(value)}
         except (Stays, RecursionError):
             # Too deep, or within itself.
-            encoder = Encoder(self.handles.process, self._homewards)
+            encoder = Encoder(self.handles.process, self._homewards, card)
             body = {"v": encoder.stay(value)}
         files: list[Descriptor] = []
         lent: list[str] = []
@@ -132,12 +145,18 @@ class Codec:
                 result.append([mapping.name, mapping.size, False])
                 continue
             size = tensors.extent(group)
+            if group[0].card is not None:
+                card, like = group[0].card
+                shared = self._cards.export(card, like, size, functools.partial(tensors.write, group))
+                lent.append(shared["name"])
+                result.append(shared)
+                continue
             if size <= tensors.INLINE:
                 result.append(tensors.inline(group))
                 continue
             segment = self.pool.allocate(size)
             try:
-                tensors.write(group, segment.array)
+                tensors.write(group, torch.from_numpy(segment.array))
             except BaseException:
                 self.pool.release(segment)
                 raise
@@ -196,6 +215,7 @@ class Codec:
 
     def _take_back(self, body: dict[str, Any], lent: Sequence[str], number: int | None) -> None:
         self._returned({name: lent.count(name) for name in lent})
+        self._cards.taken(lent)
         if number is not None:
             self._homeward.pop(number, None)
         for owner, id_ in handed_out(body.get("v")):
@@ -205,14 +225,21 @@ class Codec:
 
     def decode(self, body: Any, fds: Sequence[int] = ()) -> Any:
         """The value of a message. Closes the descriptors. Raises TransferError, SharedMemoryError."""
+        arrays: list[Any] = []
+        taken: list[str] = []
         try:
-            arrays = self._arrays(body.get("s", ()), fds)
+            self._attach(body.get("s", ()), fds, arrays, taken)
             value = Decoder(tensors.Reader(arrays, self._device), self._resolve).value(body["v"])
+        except gpu.CannotShare as error:
+            raise TransferError(f"a tensor on a card could not be taken over from the other process: {error}. From now on such tensors are "
+                                "copied through host memory; run it again") from error
         except (AttributeError, KeyError, IndexError, TypeError, ValueError, ImportError, RecursionError, OverflowError) as error:
             raise TransferError(f"the other process has sent what is no value: {type(error).__name__}: {error}") from error
         finally:
             for fd in fds:
                 os.close(fd)
+            if taken:
+                self._detach(arrays, taken)
         if "n" in body:
             self._say("resolved", body["n"])
         return value
@@ -224,12 +251,19 @@ class Codec:
         except (TransferError, SharedMemoryError, HandleLost):
             logging.debug("a value that nobody wants could not be read either", exc_info=True)
 
-    def _arrays(self, described: Sequence[Any], fds: Sequence[int]) -> list[np.ndarray]:
-        arrays: list[np.ndarray] = []
+    def _attach(self, described: Sequence[Any], fds: Sequence[int], arrays: list[Any], taken: list[str]) -> None:
         remaining = iter(fds)
         for group in described:
             if isinstance(group, str):
                 arrays.append(np.frombuffer(bytearray(base64.b64decode(group)), np.uint8))
+                continue
+            if isinstance(group, dict):
+                taken.append(str(group["name"]))
+                try:
+                    arrays.append(self._cards.open(str(group["card"]), group["exported"]))
+                except gpu.CannotShare as error:
+                    self._say("refused", [group["card"], str(error)])
+                    raise
                 continue
             name, size, kept = group
             mapping = self._attachments.attach(str(name), int(size), next(remaining, None))
@@ -238,7 +272,18 @@ class Codec:
             finalizer = weakref.finalize(array, _let_go, self._events, self._over, mapping, kept)
             finalizer.atexit = False
             arrays.append(array)
-        return arrays
+
+    def _detach(self, arrays: list[Any], taken: list[str]) -> None:
+        """Let go of the memory of cards, which has been copied, and tell the sender."""
+        try:
+            for memory in arrays:
+                if isinstance(memory, torch.Tensor):
+                    self._cards.finish(memory)
+                del memory
+        finally:
+            arrays.clear()      # also a traceback may refer to the list
+            for name in taken:
+                self._say("taken", name)
 
     def _resolve(self, spec: dict[str, Any]) -> Any:
         """The object or handle that a description of a handle stands for here."""
@@ -274,8 +319,19 @@ class Codec:
                 self._released(owner, id_, count)
             for number in notice.get("resolved", ()):
                 self._homeward.pop(number, None)
+            self._cards.taken(notice.get("taken", ()))
+            for probe in notice.get("probe", ()):
+                # A driver may hang on it, and nothing else is to wait for that.
+                threading.Thread(target=self._examine, args=(int(probe.get("number")), probe), name="comfy_multiproc: probe", daemon=True).start()
+            for number, found, why in notice.get("probed", ()):
+                self._cards.answered(int(number), found is True, str(why))
+            for card, why in notice.get("refused", ()):
+                self._cards.refused(str(card), str(why))
         except (AttributeError, TypeError, ValueError) as error:
             raise TransferError(f"the other process has sent what is no notice: {error}") from error
+
+    def _examine(self, number: int, probe: Any) -> None:
+        self._say("probed", [number, *self._cards.examine(probe)])
 
     def _returned(self, counts: dict[str, int]) -> None:
         back = []
@@ -381,6 +437,7 @@ class Codec:
         for _, what in lent.values():
             if isinstance(what, Segment):
                 self.pool.abandon(what)     # it may still be mapped there, by a process that is slow to end
+        self._cards.close()
         for owner, id_ in exported:
             if owner == self.handles.process:
                 self.handles.release(id_)

@@ -5,9 +5,12 @@ import errno
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections import namedtuple
 from multiprocessing import shared_memory
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from comfy_multiproc.shared import Attachments, SharedMemoryError, SharedPool, s
 from tests.unit.value_peer import Pair
 
 MIB = 1 << 20
+ROOT = Path(__file__).resolve().parents[2]
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -142,6 +146,46 @@ def test_idle_memory_is_given_up_for_a_value_that_finds_no_room(no_memory_files,
             raise OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(os, "posix_fallocate", full_at_first)
     assert pool.allocate(2 * MIB).size == 2 * MIB and pool.usage().idle == 0
+
+
+SMALL = """
+import logging, os, sys
+import torch
+from comfy_multiproc.handles import HandleTable
+from comfy_multiproc.shared import SharedPool
+from tests.unit import value_peer
+
+value_peer.LONG = 100       # for a quarter of a GiB on a busy machine
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+peer = value_peer.Peer(HandleTable("host"), SharedPool())
+large = torch.arange(int(sys.argv[1]) // 4, dtype=torch.float32)
+assert peer.do("echo", large).equal(large)
+with open("/dev/shm/full", "wb") as file:
+    file.write(bytes(60 << 20))
+assert os.statvfs("/dev/shm").f_bavail * os.statvfs("/dev/shm").f_frsize < 8 << 20
+middle = large[:2 << 20].clone()
+assert peer.do("echo", middle).equal(middle)
+peer.close()
+assert peer.process.returncode == 0
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0 or shutil.which("unshare") is None, reason="mounts something in a namespace of its own")
+@pytest.mark.parametrize(("memory_files", "size"), [(True, 80 * MIB), (False, 256 * MIB)])
+def test_values_cross_in_a_container_with_64_mib_of_shared_memory(tmp_path, memory_files, size):
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
+        pytest.skip("there are no namespaces here")
+    if not memory_files:
+        (tmp_path / "sitecustomize.py").write_text("import os\ndel os.memfd_create\n")
+    done = subprocess.run(["unshare", "-m", "sh", "-ec", 'mount -t tmpfs -o size=64m tmpfs /dev/shm; exec "$0" -c "$1" "$2"', sys.executable, SMALL, str(size)],
+                          cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+                          capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    # The other process has a log of its own.
+    for log in (done.stdout, done.stderr):
+        warnings = [line for line in log.splitlines() if "Shared memory is small" in line]
+        assert len(warnings) == (not memory_files)
+        assert all("has 64 MiB" in line and f"{size >> 20} MiB are needed" in line and "--shm-size" in line for line in warnings)
 
 
 # where descriptors cannot be passed

@@ -24,10 +24,10 @@ ROOT = Path(__file__).resolve().parents[2]
 class Pair:
     """A host's codec and a worker's; messages go as JSON and descriptors, as on a real link."""
 
-    def __init__(self, host: HandleTable | None = None, worker: str = "worker"):
+    def __init__(self, host: HandleTable | None = None, worker: str = "worker", drivers=(None, None)):
         self._changed = threading.Condition()
-        self.host = Codec(host or HandleTable("host"), SharedPool(), self._to("worker"), private=False)
-        self.worker = Codec(HandleTable(worker), SharedPool(), self._to("host"), private=True)
+        self.host = Codec(host or HandleTable("host"), SharedPool(), self._to("worker"), private=False, driver=drivers[0])
+        self.worker = Codec(HandleTable(worker), SharedPool(), self._to("host"), private=True, driver=drivers[1])
 
     def _to(self, end):
         def notify(notice):
@@ -72,16 +72,17 @@ def over_the_wire(body):
 class Peer:
     """A process that does what `DO` names with a value and sends the result back."""
 
-    def __init__(self, host: HandleTable, pool: SharedPool, limit: int | None = None):
+    def __init__(self, host: HandleTable, pool: SharedPool, limit: int | None = None, driver=None, environment=None):
         ours, theirs = link.pair()
         self.gone = threading.Event()
         self.link = link.Link(ours, name="peer", lost=self._lost)
-        self.codec = Codec(host, pool, lambda notice: self.link.notify("values", notice), private=False)
+        self.codec = Codec(host, pool, lambda notice: self.link.notify("values", notice), private=False, driver=driver)
         self.link.on("values", lambda message: self.codec.receive(message.body))
         self.link.on("preview", self._preview)
         self.previews = 0
-        self.process = subprocess.Popen([sys.executable, __file__, str(theirs.fileno()), str(limit or 0)], pass_fds=[theirs.fileno()],
-                                        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"})
+        self.process = subprocess.Popen([sys.executable, __file__, str(theirs.fileno()), str(limit or 0), *([driver.folder] if driver else [])], pass_fds=[theirs.fileno()],
+                                        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+                                             "PYTHONDONTWRITEBYTECODE": "1", **(environment or {})})
         theirs.close()
         self.link.start()
 
@@ -140,17 +141,21 @@ DO = {
     "echo": lambda x: x, "edit": edit, "keep": keep, "kept": lambda x: kept, "descriptors": descriptors, "touch": touched,
     "ones": lambda n: torch.ones(n), "object": lambda x: keep(threading.Event()), "is kept": lambda x: any(x is k for k in kept),
     "same storage": lambda x: x[0].untyped_storage().data_ptr() == x[1].untyped_storage().data_ptr(),
+    "device": lambda x: str(x.device), "on the card": lambda n: torch.full((1 << 20,), float(n), device="cuda"),
+    "allocated": lambda _: torch.cuda.memory_allocated(),
     "small": lambda n: [torch.full((4,), float(i)) for i in range(n)],
 }
 
 
-def main(fd, limit):
+def main(fd, limit, card=None):
     if limit:
         import resource
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     requests = queue.SimpleQueue()
     host = link.Link(socket.socket(fileno=fd), name="host", lost=lambda why: requests.put(None) or link.LinkClosed(why))
-    codec = Codec(HandleTable(f"peer-{os.getpid()}"), SharedPool(), lambda notice: host.notify("values", notice), private=True)
+    place = os.environ.get("VALUE_PEER_DEVICE")
+    codec = Codec(HandleTable(f"peer-{os.getpid()}"), SharedPool(), lambda notice: host.notify("values", notice), private=True, driver=card,
+                  device=None if place is None else lambda name: torch.device(place))
     host.on("values", lambda message: codec.receive(message.body))
     host.on("do", requests.put)
     host.start()
@@ -168,4 +173,6 @@ def main(fd, limit):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    if sys.argv[3:]:
+        from tests.unit.shared_card import FileCard
+    main(int(sys.argv[1]), int(sys.argv[2]), FileCard(sys.argv[3]) if sys.argv[3:] else None)
