@@ -153,11 +153,10 @@ import logging, os, sys
 import torch
 from comfy_multiproc.handles import HandleTable
 from comfy_multiproc.shared import SharedPool
-from tests.unit import value_peer
+from tests.unit.value_peer import Peer
 
-value_peer.LONG = 100       # for a quarter of a GiB on a busy machine
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
-peer = value_peer.Peer(HandleTable("host"), SharedPool())
+peer = Peer(HandleTable("host"), SharedPool())
 large = torch.arange(int(sys.argv[1]) // 4, dtype=torch.float32)
 assert peer.do("echo", large).equal(large)
 with open("/dev/shm/full", "wb") as file:

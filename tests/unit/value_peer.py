@@ -17,7 +17,7 @@ from comfy_multiproc.handles import HandleTable
 from comfy_multiproc.shared import SharedPool
 from comfy_multiproc.values import Codec
 
-LONG = 30
+LONG = 120      # seconds; starting a process takes half a minute on a busy machine
 ROOT = Path(__file__).resolve().parents[2]
 
 
