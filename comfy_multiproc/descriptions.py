@@ -36,10 +36,9 @@ class Description:
 
     def __init__(self, name: str, packs: Sequence[Pack]):
         self._names = [pack.name for pack in packs]
-        places = [name, str(boot.ROOT), *(os.path.abspath(pack.path) for pack in packs)]
-        self.path = cache_folder() / "descriptions" / f"{digest(places)}.json"
+        self.path = place_of(name, packs)
         self._signature = digest(signature(packs))
-        self.said = self._read()
+        self.said = read(self.path, self._names, self._signature)
 
     def keep(self, said: Mapping[str, Any]) -> None:
         """Remember it for the next start, if it is all well. Any thread; what the disk refuses is not remembered."""
@@ -69,17 +68,29 @@ class Description:
         except OSError as error:
             logging.debug("%s stays: %s", self.path, error)
 
-    def _read(self) -> dict[str, Any] | None:
-        try:
-            with open(self.path, "rb") as file:
-                entry = json.loads(file.read(READ))
-            said = entry["said"] if entry["signature"] == self._signature else None
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            logging.debug("%s cannot be used: %s", self.path, error)
-            return None
-        return said if usable(said, self._names) else None
+
+def last(name: str, packs: Sequence[Pack]) -> dict[str, Any] | None:
+    """What the worker `name` with these packs has said most recently, be it of other files or with other options."""
+    return read(place_of(name, packs), [pack.name for pack in packs])
+
+
+def place_of(name: str, packs: Sequence[Pack]) -> Path:
+    places = [name, str(boot.ROOT), *(os.path.abspath(pack.path) for pack in packs)]
+    return cache_folder() / "descriptions" / f"{digest(places)}.json"
+
+
+def read(path: Path, packs: Sequence[str], signature: str | None = None) -> dict[str, Any] | None:
+    """What the file holds of packs with these names; None if that is not usable, or was said of something with another signature."""
+    try:
+        with open(path, "rb") as file:
+            entry = json.loads(file.read(READ))
+        said = entry["said"] if signature in (None, entry["signature"]) else None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        logging.debug("%s cannot be used: %s", path, error)
+        return None
+    return said if usable(said, packs) else None
 
 
 def signature(packs: Sequence[Pack]) -> Any:

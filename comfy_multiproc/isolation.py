@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from . import pack as packs_module
-from .descriptions import Description
+from .descriptions import Description, last
 from .pack import Pack, PackConfigError
 
 if TYPE_CHECKING:
@@ -51,11 +51,12 @@ class Isolation:
         self._known: dict[str, Description] = {}        # what a station said at an earlier start, by its name
         self._interfaces: dict[str, Interface] = {}     # of loaded packs by their names
         self._asked = time.monotonic()
-        groups: dict[str, list[Pack]] = {}
+        self._groups: dict[str, list[Pack]] = {}        # all that were meant for a worker, by its name
         for pack in packs:
             if pack.isolated:
-                groups.setdefault(pack.worker, []).append(pack)
-        for name, members in groups.items():
+                self._groups.setdefault(pack.worker, []).append(pack)
+        for name, members in self._groups.items():
+            members = list(members)
             for pack in self._fitting(members):
                 logging.debug("pack %s runs in worker %s", pack.name, name)
             if members:
@@ -112,16 +113,19 @@ class Isolation:
         return iter(list(self._stations.values()))
 
     def station_of(self, pack: str) -> Any:
-        """The station of an isolated pack, by the pack's name. Raises LookupError."""
+        """The station of an isolated pack, by the pack's name. Raises LookupError, with the reason if it was refused."""
         for station in self._stations.values():
             if any(member.name == pack for member in station.packs):
                 return station
-        raise LookupError(f"pack {pack} is not isolated")
+        raise LookupError(refusal(pack, self.hosted[pack]) if pack in self.hosted else f"pack {pack} is not isolated")
 
     # what proxies and calls need
 
     def inputs(self, pack: str) -> dict[str, Any] | None:
-        return self.station_of(pack).inputs(pack)
+        try:
+            return self.station_of(pack).inputs(pack)
+        except LookupError:
+            return None
 
     def call(self, node: Any, method: str, inputs: dict[str, Any]) -> Any:
         from . import calls
@@ -183,14 +187,18 @@ class Isolation:
             return self._refuse(pack, f"its nodes cannot be described: {error}", station)
 
     def _module_of(self, pack: Pack, station: Any, said: dict[str, Any]) -> ModuleType:
+        module, interface = self._nodes_of(pack, said)
+        self._register(station, said)
+        self._interfaces[pack.name] = interface
+        return module
+
+    def _nodes_of(self, pack: Pack, said: dict[str, Any]) -> tuple[ModuleType, Interface]:
         from .proxy import Interface, module_of
         description = said["packs"][pack.name]
         interface = Interface(pack.name, description, self)
         module = module_of(interface)
         self._take_over(description)
-        self._register(station, said)
-        self._interfaces[pack.name] = interface
-        return module
+        return module, interface
 
     def _up(self, station: Any, worker: Any, said: dict[str, Any]) -> None:
         """A worker of packs has started: what it says of them now holds, whatever was known. On a thread of its own."""
@@ -234,10 +242,16 @@ class Isolation:
             self._give_up(pack, reason)
             if station is not None:
                 self._leave(pack, station)
-        if pack.config.fallback == "refuse":
-            raise ImportError(f"pack {pack.name} is not loaded: it cannot be isolated, and its pyproject.toml says fallback = \"refuse\". "
-                              f"Reason: {self.hosted.get(pack.name, 'unknown')}")
-        return None
+        if pack.config.fallback != "refuse":
+            return None
+        known = last(pack.worker, self._groups[pack.worker])
+        try:
+            if known is not None:
+                # A workflow keeps its nodes, and what runs one is told why it cannot.
+                return self._nodes_of(pack, known)[0]
+        except Exception as error:
+            logging.debug("what is remembered of pack %s cannot be used: %s", pack.name, error)
+        raise ImportError(refusal(pack.name, self.hosted.get(pack.name, "unknown")))
 
     def _leave(self, pack: Pack, station: Any) -> None:
         station.without(pack)
@@ -319,6 +333,10 @@ class Isolation:
                     entry["takes_objects"] = interface.objects()
             report.append(entry)
         return report
+
+
+def refusal(pack: str, reason: str) -> str:
+    return f"pack {pack} is not loaded: it cannot be isolated, and its pyproject.toml says fallback = \"refuse\". Reason: {reason}"
 
 
 # what ComfyUI's files call

@@ -154,6 +154,27 @@ def test_what_is_paged_is_published_and_given_back_when_another_process_needs_it
     assert again.ok and 0 < said(again, "room")["free"], "the model that was cached is paged in again"
 
 
+@pytest.mark.row(2)
+@pytest.mark.behaviour(5, partial=STOOD_IN)
+@pytest.mark.behaviour(6, partial=STOOD_IN)
+@pytest.mark.parametrize("holder, asker", [("Host", ""), ("", "Host")])
+def test_what_there_is_room_for_takes_nothing_from_anybody(isolated, holder, asker):
+    """A paged model with locked memory in one process, plain ones in the other, which loads and asks ten times."""
+    graph = sampled(loader=f"Zoo{holder}Load")
+
+    def with_node(kind, **inputs):
+        """In the same prompt, or the model would not stay."""
+        return said(isolated.run({**graph, "n": {"class_type": kind, "inputs": {**inputs, "seed": next(SEEDS)}}}))
+
+    def look():
+        now = with_node(f"Zoo{holder}Paged", model=out("ckpt"), after=out("sampler"))
+        return now["paged"], now["pinned"], [now["counts"].get(name, 0) for name in ("free_memory", "cudaHostUnregister", "ModelVBAR")]
+    before = look()
+    assert before[0] > 0 and before[1][0] > 0
+    assert with_node(f"Zoo{asker}Fits", mib=32)["sizes"] == [[32, 32]]
+    assert look() == before
+
+
 @pytest.mark.row(16, partial=STOOD_IN)
 def test_the_pager_is_entered_by_the_execution_thread_only(isolated):
     """It has no lock, and its state is the thread's."""
@@ -173,7 +194,6 @@ def test_the_pager_is_entered_by_the_execution_thread_only(isolated):
 
 @pytest.mark.behaviour(9)
 def test_two_processes_that_have_loaded_one_file_hold_its_pages_once(isolated):
-    """B016"""
     graph = Graph()
     for kind in ("", "Host"):
         graph.add(f"n{kind}", f"Zoo{kind}Touch", ckpt_name=CHECKPOINT, seed=next(SEEDS))

@@ -249,6 +249,24 @@ class ZooMakeRoom(Node):
         return {"free": mm.get_free_memory(device)}
 
 
+class ZooFits(Node):
+    """Load and ask for what there is room for, many times."""
+    INPUTS = {"mib": ("INT", {"default": 32})}
+
+    def say(self, mib):
+        from comfy_multiproc.testing import stub_patcher
+        device = mm.get_torch_device()
+        kept.first = stub_patcher(mib << 20)
+        mm.load_models_gpu([kept.first])
+        sizes = set()
+        for _ in range(10):
+            kept.second = stub_patcher(mib << 20)
+            mm.load_models_gpu([kept.second])
+            mm.free_memory(mib << 20, device)
+            sizes.add((kept.first.loaded_size() >> 20, kept.second.loaded_size() >> 20))
+        return {"sizes": sorted(sizes)}
+
+
 class ZooOutOfMemory(Node):
     def say(self):
         device = mm.get_torch_device()
