@@ -58,6 +58,8 @@ class Calls:
         self._stations = stations
         self._tokens = Tokens()
         self._inputs: dict[str, dict[str, Any]] = {}    # of the nodes that run in workers now, by their ids
+        self.results: Any = None        # the executor's cache of results while a prompt runs
+        self._running: dict[Any, list[weakref.ref[asyncio.Task[Any]]]] = {}
         self._names: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
         self.recipes = Recipes(forget)
 
@@ -74,20 +76,39 @@ class Calls:
         call = Call(self.name_of(cls), func, None if obj is cls else self._tokens.of(obj, station.drop), prompt=prompt_id or "",
                     id=unique_id, nested=is_v3(cls) and v3_data is not None, executes=obj is not cls and func == obj.FUNCTION)
         extra = extra_of(v3_data) if is_v3(cls) else {}
+        concurrent = getattr(cls, "isolated_async", None)
+        if concurrent is None:
+            concurrent = inspect.iscoroutinefunction(getattr(cls, func, None))
+        known = key_of(self.results, unique_id) if call.executes and not concurrent else None
         if call.executes:
+            if known is not None and (same := await self._of_equal(known)) is not None:
+                return same
             self._inputs[unique_id] = input_data_all
         stand_in = StandIn()
         stand_in.INPUT_IS_LIST = getattr(obj, "INPUT_IS_LIST", False)
-        setattr(stand_in, func, self._remote(station, cls, call, extra))
-        return await original(prompt_id, unique_id, stand_in, input_data_all, func, *args, v3_data=v3_data, **kwargs)
+        setattr(stand_in, func, self._remote(station, cls, call, extra, concurrent))
+        results = await original(prompt_id, unique_id, stand_in, input_data_all, func, *args, v3_data=v3_data, **kwargs)
+        if known is not None and all(isinstance(result, asyncio.Task) for result in results):
+            # Weak: the executor lets go of them when it has put what they give into its cache.
+            self._running[known] = [weakref.ref(task) for task in results]
+        return results
 
-    def _remote(self, station: Station, cls: type, call: Call, extra: dict[str, Any]) -> Callable[..., Awaitable[Any]]:
+    async def _of_equal(self, key: Any) -> list[Any] | None:
+        """The results of an equal node that runs now, waited for: natively it would have ended before, and this one be served from the
+        cache. None if there is none, or if it grows the graph, which each node does for itself. Raises what the other one raised."""
+        refs = self._running.get(key, [])
+        tasks = [task for ref in refs if (task := ref()) is not None]
+        if not tasks or len(tasks) < len(refs):
+            self._running.pop(key, None)
+            return None
+        await asyncio.wait(tasks)
+        results = [task.result() for task in tasks]
+        return None if any(grows(result) for result in results) else results
+
+    def _remote(self, station: Station, cls: type, call: Call, extra: dict[str, Any], concurrent: bool) -> Callable[..., Awaitable[Any]]:
         """The method of a node that a stand-in has instead of its own: called by the executor once for each item of the lists."""
         one_by_one = asyncio.Lock()
         failed: list[BaseException] = []
-        concurrent = getattr(cls, "isolated_async", None)
-        if concurrent is None:
-            concurrent = inspect.iscoroutinefunction(getattr(cls, call.method, None))
 
         async def once(inputs: dict[str, Any]) -> Any:
             from comfy_execution.utils import get_executing_context
@@ -139,6 +160,8 @@ class Calls:
 
     def prompt_ended(self) -> None:
         self._inputs.clear()
+        self._running.clear()
+        self.results = None
         self.recipes.prune()
 
     # where
@@ -316,6 +339,20 @@ def core(cls: type) -> bool:
     """Whether every worker has the node."""
     module = getattr(cls, "RELATIVE_PYTHON_MODULE", None)
     return cls.__module__ == "nodes" if module is None else str(module).startswith(CORE_MODULES)
+
+
+def key_of(cache: Any, node_id: str) -> Any:
+    """What the executor's cache knows the result of a node by, which equal nodes have in common; None if it keeps no results."""
+    if hasattr(cache, "_get_cache_for"):
+        cache = cache._get_cache_for(node_id)
+    keys = getattr(cache, "cache_key_set", None)
+    key = keys.get_data_key(node_id) if keys is not None else None
+    return None if key is None else (id(cache), key)
+
+
+def grows(result: Any) -> bool:
+    """Whether a node's result adds nodes to the graph."""
+    return (result.get("expand") if isinstance(result, dict) else getattr(result, "expand", None)) is not None
 
 
 def drop_lost(cache: Any) -> int:

@@ -138,11 +138,14 @@ class Isolation:
 
     def prompt_begins(self, executor: Any) -> None:
         """Results that were in a worker which has ended are no results any more: their nodes run again when they are needed."""
+        from . import calls
+        cache = getattr(getattr(executor, "caches", None), "outputs", None)
+        if calls.current is not None:
+            calls.current.results = cache
         if any(station.lost_handles for station in self._stations.values()):
-            from .calls import drop_lost
             for station in self._stations.values():
                 station.lost_handles = False
-            dropped = drop_lost(getattr(getattr(executor, "caches", None), "outputs", None))
+            dropped = calls.drop_lost(cache)
             if dropped:
                 logging.info("%d cached results were in a worker that has ended; their nodes run again when they are needed", dropped)
 

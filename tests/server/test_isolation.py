@@ -259,6 +259,21 @@ def test_expansion_has_the_ids_of_native_and_is_cached(server):
     assert again.ok and not [e for e in again.events if e["type"] == "executing" and e["data"]["node"]]
 
 
+def test_equal_nodes_run_once(server):
+    tally = {"name": f"equal {time.time_ns()}", "seconds": 0.3}
+    result = server.run(nodes(("a", "ZooTally", tally), ("b", "ZooTally", tally), ("after a", "ZooCounted", {"value": out("a"), "again": 1}),
+                              ("after b", "ZooCounted", {"value": out("b"), "again": 2})))
+    assert ui(result, "a") == ui(result, "b") == {"runs": [1]}
+    assert ui(result, "after a") and ui(result, "after b")
+
+
+def test_equal_nodes_that_expand_do_not_clash(server):
+    value = {"value": time.time_ns() % 10 ** 9}
+    result = server.run(nodes(("7", "ZooExpand", value), ("9", "ZooExpand", value), ("n", "ZooCounted", {"value": out("7"), "again": 1}),
+                              ("o", "ZooCounted", {"value": out("9"), "again": 2})))
+    assert ui(result) and ui(result, "o")
+
+
 def test_a_node_that_expands_itself_reads_the_grown_prompt(server):
     graph = nodes(("l", "ZooLoop", {"left": 3, "total": 0}), ("n", "ZooEach", {"text": out("s")}), ("s", "ZooText", {"value": out("l")}))
     assert ui(server.run(graph))["text"] == ["6"]

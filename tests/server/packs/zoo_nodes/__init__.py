@@ -298,5 +298,32 @@ class ZooHidden(Node):
         return {"ui": {"nodes": [sorted(prompt)], "info": [info], "id": [id]}}
 
 
+class ZooTally(Node):
+    """Counts how often nodes with a name have run in this process."""
+    INPUT_TYPES = node(required={"name": ("STRING", {"default": ""}), "seconds": ("FLOAT", {"default": 0.0})})
+    RETURN_TYPES = ("INT",)
+    OUTPUT_NODE = True
+    tally = {}
+
+    def run(self, name, seconds):
+        time.sleep(seconds)
+        self.tally[name] = self.tally.get(name, 0) + 1
+        return {"ui": {"runs": [self.tally[name]]}, "result": (self.tally[name],)}
+
+
+class ZooHold(Node):
+    """Has a model loaded on a card."""
+    INPUT_TYPES = node(required={"seed": ("INT", {"default": 0}), "device": ("STRING", {"default": ""})})
+    OUTPUT_NODE = True
+    model = None
+
+    def run(self, seed, device):
+        import comfy.model_management
+        from comfy_multiproc.testing import stub_patcher
+        ZooHold.model = stub_patcher(32 << 20, device)
+        comfy.model_management.load_models_gpu([ZooHold.model])
+        return {"ui": {"pid": [os.getpid()]}}
+
+
 NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in list(globals().values()) if isinstance(cls, type) and issubclass(cls, Node) and cls is not Node}
 NODE_DISPLAY_NAME_MAPPINGS = {"ZooTricks": "Tricks (zoo)"}
