@@ -255,6 +255,7 @@ class Ledger:
             raise LedgerError(f"cannot open {self.path}: {e}; remove it and start again") from None
         self.words = memoryview(self._map).cast("Q")
         self._seen: list[Process | None] = [None] * SLOTS
+        self._half: list[int] = [0] * SLOTS      # an odd sequence at which waiting for the owner was in vain
         self._looked: list[tuple[float, int, int, bool]] = [(0.0, 0, 0, False)] * SLOTS
 
     def lock(self) -> _BoundedLock:
@@ -397,8 +398,12 @@ class Ledger:
                 if words[at] == sequence:
                     seen = self._seen[slot] = _unpack(slot, data)
                     return seen
+            elif sequence == self._half[slot]:
+                break
             if n:
                 time.sleep(0.00005)
+        else:
+            self._half[slot] = sequence if sequence & 1 else 0
         if seen is not None and (seen.pid, seen.start) == (pid, start):
             # What it wrote last is the best there is: its owner has been stopped, so it has changed nothing since.
             return dataclasses.replace(seen, settled=False, busy=True)

@@ -97,11 +97,13 @@ class PeerProcess(ProcessMemoryProvider):
         words = self._ledger.words
         last = self._usages.get(device)
         if last is not None and words[self._sequence] == last[0] and words[last[1]] == last[2] and time.monotonic() < last[3]:
-            return last[4]
+            # A claim keeps room from others, so whether its owner lives is looked at each time; what it holds shows in the card's figure.
+            if not last[2] or alive(self.pid, self.start):
+                return last[4]
         place = self._ledger.claim_place(self.slot, device)
         claimed_word = words[place]
         until = time.monotonic() + REFRESH
-        process = self.process()
+        process = self.process(exact=claimed_word > 0)
         if process is None:
             return HELD_BY_THE_DEAD
         report = process.devices.get(device)

@@ -406,9 +406,8 @@ class Runtime:
                 path.unlink(missing_ok=True)
 
     def _trouble(self, what: str) -> None:
-        if what not in self._troubles:
-            if len(self._troubles) < 16:
-                self._troubles.add(what)
+        if what not in self._troubles and len(self._troubles) < 16:
+            self._troubles.add(what)
             logging.warning("Process memory: %s (said once)", what)
 
 

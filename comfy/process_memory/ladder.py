@@ -103,14 +103,14 @@ class Shortfall:
                                      ticket=self.ticket, deadline=deadline)
             requests.append((peer.entry, request))
             missing = max(1, missing - peer.candidate.resident)
-        for peer, receipt in zip(peers, registry.ask("release", requests)):
+        for peer, (_, request), receipt in zip(peers, requests, registry.ask("release", requests)):
             if receipt is None or receipt.outcome in (Outcome.BUSY, Outcome.GONE):
                 self.left_out.add(peer.entry)
             if receipt is None or receipt.outcome is not Outcome.BUSY:
                 self.asked.add((peer.entry, peer.candidate.id))
             freed = arithmetic.freed(receipt, peer.candidate.resident)
-            logging.debug("Process memory: asked %s for %s: %s, %d MB", peer.entry, peer.candidate.name,
-                          "no answer" if receipt is None else receipt.outcome.value, freed // (1024 * 1024))
+            logging.debug("Process memory: asked %s for %s: %s, %d MB (%d bytes, %d were missing)", peer.entry, peer.candidate.name,
+                          "no answer" if receipt is None else receipt.outcome.value, freed // (1024 * 1024), freed, request.bytes)
 
 
 def candidates(device: Any, keep_loaded: Sequence[Any], memory_required: float, for_dynamic: bool) -> Iterable[Peer]:
