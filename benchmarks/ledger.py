@@ -65,13 +65,14 @@ def asked(pipe: object, folder: Path, card: Path) -> None:
 
 
 def microseconds(call: Callable[[], object], rounds: int = ROUNDS, best_of: int = 5) -> float:
-    """The median over `best_of` runs of what one call takes on average."""
+    """The median over `best_of` runs of what one call takes of this thread's processor time on average: nothing here waits for anybody, and
+    what else the machine does is no cost of it."""
     runs = []
     for _ in range(best_of):
-        began = time.perf_counter()
+        began = time.thread_time()
         for _ in range(rounds):
             call()
-        runs.append((time.perf_counter() - began) / rounds * 1e6)
+        runs.append((time.thread_time() - began) / rounds * 1e6)
     return statistics.median(runs)
 
 
@@ -156,12 +157,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "counting").mkdir()
         found = {**counting(Path(name) / "counting"), **asking(Path(name))}
+    load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
     if args.json:
-        sys.stdout.write(json.dumps({"microseconds": found, "bounds": BOUNDS, "cpus": os.cpu_count()}, indent=2) + "\n")
+        sys.stdout.write(json.dumps({"microseconds": found, "bounds": BOUNDS, "cpus": os.cpu_count(), "load": load}, indent=2) + "\n")
     else:
         for what, took in found.items():
             bound = f"   (to reach: under {BOUNDS[what]:.0f})" if what in BOUNDS else ""
             sys.stdout.write(f"{took:9.2f} us  {what}{bound}\n")
+        sys.stdout.write(f"{os.cpu_count()} processors, load average {load}\n")
     return 0
 
 

@@ -90,13 +90,7 @@ class _Settler:
             self._loading.clear()
             if _loads:
                 self._loading.set()
-            with _lock:
-                coming = [(load, load.coming) for load in _loads if load.coming is not None]
-            for load, model in coming:
-                size = own_bytes(model.device)
-                if size is not None and model.base is not None and load.coming is model:
-                    load.weights[model.place] = arithmetic.still_to_come(model.size, model.base, size) + model.later
-                    _lower(model.place)
+            arrived()
             time.sleep(LOADING_INTERVAL)
 
 
@@ -183,6 +177,17 @@ def budget(loaded_model: Any, size: float) -> float:
         else:
             _lower(place)
     return granted
+
+
+def arrived() -> None:
+    """Take from the claims of running loads what of their models has arrived by now. Any thread."""
+    with _lock:
+        coming = [(load, load.coming) for load in _loads if load.coming is not None]
+    for load, model in coming:
+        size = own_bytes(model.device)
+        if size is not None and model.base is not None and load.coming is model:
+            load.weights[model.place] = arithmetic.still_to_come(model.size, model.base, size) + model.later
+            _lower(model.place)
 
 
 def loaded() -> None:

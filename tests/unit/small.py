@@ -5,17 +5,20 @@ capacity file, so what is over-committed fails as it would on a card. It needs n
 """
 from __future__ import annotations
 
+import atexit
 import faulthandler
+import logging
 import os
 import signal
 import sys
 import threading
 import time
 import types
+from contextlib import nullcontext
 from typing import Any
 
 from comfy import process_memory
-from comfy.process_memory import Reason, ReleaseRequest, devices, moments
+from comfy.process_memory import Reason, ReleaseRequest, admission, claims, devices, moments
 from comfy_multiproc.testing.card.capacity import CapacityFile, CardFull
 
 KEY = "card:0"
@@ -73,8 +76,14 @@ class LoadedModel:
         parts = self._manager.load_in_parts
         for i in range(parts):
             size = more * (i + 1) // parts - more * i // parts
-            self._manager.card.allocate(0, size)
-            self.model.resident += size
+            # Where claims are to be exact, whoever holds the device's lock sees no byte both claimed and there.
+            with claims.current.hold(KEY, 10) if self._manager.exact else nullcontext():
+                self._manager.card.allocate(0, size)
+                self.model.resident += size
+                if self._manager.exact:
+                    admission.arrived()
+            if self._manager.halfway is not None:
+                self._manager.halfway()
             if parts > 1:
                 time.sleep(0.001)
 
@@ -100,8 +109,9 @@ class Manager(types.ModuleType):
         self.card = card
         self.current_loaded_models: list[LoadedModel] = []
         self.during_unload = None
-        self.between = None
+        self.between = self.halfway = None
         self.load_in_parts = 1
+        self.exact = False
         self.load_models_gpu = process_memory.admitting(moments.no_safe_point(self._load_models_gpu))
         self.free_memory = moments.no_safe_point(self._free_memory)
 
@@ -198,6 +208,11 @@ class Process:
     def __init__(self, pipe, folder, card, name="", patience=1.0, barrier=None):
         os.environ["COMFY_MULTIPROC_RUNTIME"] = str(folder)
         self.pipe, self.barrier = pipe, barrier
+        self.log: list[str] = []        # warnings and worse
+        keep = logging.StreamHandler()
+        keep.setLevel(logging.WARNING)
+        keep.emit = lambda record: self.log.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger().addHandler(keep)
         self.mm = Manager(CapacityFile(card))
         sys.modules["comfy.model_management"] = self.mm
         devices.name(DEVICE, KEY)
@@ -286,13 +301,21 @@ class Process:
         self.let_go.clear()
         return "moved"
 
-    def node_stop_at(self, point, name, size):
-        """A load that says where it is and waits there, to be killed: "claimed" or "unloading" (while it serves)."""
+    def waiting_at(self, point):
+        """What says where it is and waits there until let go, or for ever."""
         def wait():
+            self.mm.between = self.mm.halfway = self.mm.during_unload = None
             self.say(point)
             self.let_go.wait()
+            self.let_go.clear()
+        return wait
+
+    def node_stop_at(self, point, name, size):
+        """A load that says where it is and waits there: "claimed", or "loading" with half of it there."""
         if point == "claimed":
-            self.mm.between = wait
+            self.mm.between = self.waiting_at(point)
+        else:
+            self.mm.load_in_parts, self.mm.halfway = 2, self.waiting_at(point)
         return self.node_load(name, size)
 
     def node_work(self, size):
@@ -303,24 +326,24 @@ class Process:
 
     def node_load_with_others(self, name, size):
         """A load that begins at the same instant as those of others."""
-        self.mm.load_in_parts = 8
+        self.mm.load_in_parts, self.mm.exact = 8, True
         self.barrier.wait(60)
         return self.node_load(name, size)
 
     def now_wait_in_unload(self):
-        def wait():
-            self.say("unloading")
-            self.let_go.wait()
-        self.mm.during_unload = wait
+        self.mm.during_unload = self.waiting_at("unloading")
         return "will wait"
 
-    def now_hold_lock(self):
+    def now_hold_lock(self, claim=0):
         holding = threading.Event()
 
         def hold():
             with self.runtime.claims.hold(KEY, 10):
+                self.runtime.claims.write(KEY, claim)
                 holding.set()
                 self.let_go.wait()
+                self.let_go.clear()
+                self.runtime.claims.write(KEY, 0)
         threading.Thread(target=hold, daemon=True).start()
         holding.wait()
         return "holding"
@@ -328,6 +351,10 @@ class Process:
     def now_half(self):
         self.runtime.ledger.words[self.runtime.slot._at] |= 1
         return "half"
+
+    def now_whole(self):
+        self.runtime.ledger.words[self.runtime.slot._at] += 1
+        return "whole"
 
     def now_books(self):
         own = self.mm.card.own(0)
@@ -350,6 +377,9 @@ class Process:
         request = ReleaseRequest(device=KEY, bytes=size, ticket=f"of {self.runtime.name}")
         process_memory.registry.ask("release", [(entry, request)])
         return request.ticket
+
+    def now_said(self):
+        return self.log
 
     def now_candidates(self, peer):
         found = next(p for p in self.runtime.peers if p.name == peer)
@@ -374,3 +404,4 @@ def process(pipe, folder, card, name="", patience=1.0, barrier=None):
     """The main function of a child."""
     faulthandler.register(signal.SIGUSR1)
     Process(pipe, folder, card, name, patience, barrier).run()
+    atexit._run_exitfuncs()     # a process that was forked for this leaves them out

@@ -4,7 +4,6 @@ from __future__ import annotations
 import os
 import struct
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -183,10 +182,13 @@ def test_gone_without_looking_exactly_within_a_moment(ledger, tmp_path):
         assert gone.is_set()
 
 
-def test_a_zombie_is_gone(ledger, tmp_path):
-    with children((child_holds, tmp_path, 50 * MB)) as [child]:
-        child.hear()
-        os.kill(child.pid, 9)
+def test_a_zombie_is_gone(ledger):
+    slot = ledger.take("me")
+    words = ledger.words
+    with subprocess.Popen(["sleep", "60"]) as child:
+        words[slot._at + 1], words[slot._at + 2] = child.pid, process_start(child.pid)
+        assert [p.pid for p in ledger.processes(exact=True)] == [child.pid]
+        child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)     # ended, and not yet looked after
         assert list(ledger.processes(exact=True)) == []
 
@@ -326,20 +328,11 @@ def test_a_folder_that_cannot_be_used_is_named_with_the_way_out(tmp_path, monkey
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can be two users")
-def test_another_users_folder_and_ledger_are_refused(tmp_path, monkeypatch):
+def test_another_users_folder_is_refused(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     monkeypatch.setenv("COMFY_MULTIPROC_RUNTIME", str(folder))
     ledger = Ledger()
     ledger.take("me")
-    tried = subprocess.run([sys.executable, "-c", f"""if True:
-        import os
-        os.setgid(65534), os.setuid(65534)
-        try:
-            open({str(ledger.path)!r}, "rb")
-        except PermissionError:
-            print("refused")
-        """], capture_output=True, text=True, timeout=60)
-    assert tried.stdout == "refused\n", tried.stderr
     os.chown(folder, 65534, 65534)
     with pytest.raises(LedgerError, match="belongs to another user"):
         runtime_folder()

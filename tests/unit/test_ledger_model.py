@@ -1,16 +1,19 @@
 """Random processes, loads, requests, deaths and stops against what must always hold. Real processes on one card.
 
-A short run by default. A long one, of at least 100,000 steps:
+A short run by default. A long one, of at least 100,000 steps that did something, in four parts side by side, with what was
+done at the end:
 
-    COMFY_MULTIPROC_STEPS=100000 python -m pytest tests/unit/test_ledger_model.py
+    COMFY_MULTIPROC_STEPS=100000 python -m pytest -n 4 -rP tests/unit/test_ledger_model.py
 """
 from __future__ import annotations
 
 import functools
 import os
+import sys
 import tempfile
 import time
 import traceback
+from collections import Counter, deque
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,7 @@ from tests.unit.processes import SECONDS, Child
 from tests.unit.small import KEY, MB, process
 
 STEPS = int(os.environ.get("COMFY_MULTIPROC_STEPS", "150"))
+PARTS = 1 if STEPS < 1000 else 4
 STEPS_EACH = 50
 CARD = 1000 * MB
 PROCESSES = 3
@@ -59,18 +63,30 @@ class World:
 
 world: World
 failures: list[str] = []
+history: deque[str] = deque(maxlen=2 * STEPS_EACH)     # what was done, and what came of it
+did: Counter[str] = Counter()                          # steps that did something, by rule
 
 
 def told(function):
     """Keep how it failed: a run that depends on timing may go well when Hypothesis repeats it, and then it says only that."""
+    name = function.__name__
+
     @functools.wraps(function)
-    def call(*args, **kwargs):
+    def call(self, **kwargs):
         try:
-            return function(*args, **kwargs)
+            came = function(self, **kwargs)
         except Exception:
-            failures.append(traceback.format_exc())
+            failures.append("\n".join([*history, f"{name} {kwargs}", traceback.format_exc()]))
             raise
+        if came is None:
+            return
+        history.append(f"{name} {kwargs}: {came}")
+        did[name] += 1
     return call
+
+
+def nth(among, n):
+    return sorted(among)[n % len(among)]
 
 
 class Machine(RuleBasedStateMachine):
@@ -79,6 +95,8 @@ class Machine(RuleBasedStateMachine):
         self.sampling: set[int] = set()
         self.stopped: set[int] = set()
         self.capturing: set[int] = set()
+
+    # A rule gives what came of it, None if there was nothing to do.
 
     def free(self, i):
         """Whether a prompt can be sent to it and an answer waited for."""
@@ -92,25 +110,24 @@ class Machine(RuleBasedStateMachine):
         for i, model, size in orders:
             if i in sent:
                 world.children[i].tell(("load", f"{model}{size}", size))
-        for i in sent:
-            loaded = world.children[i].hear()
-            assert type(loaded) is int, loaded
+        answers = [world.children[i].hear() for i in sent]
+        assert all(type(loaded) is int for loaded in answers), answers
+        return answers or None
 
     @rule(i=who, size=sizes)
     @told
     def make_room(self, i, size):
-        if self.free(i):
-            world.children[i].call(("free", size))
+        return world.children[i].call(("free", size)) if self.free(i) else None
 
     @rule(i=who, j=who, size=sizes, kind=st.sampled_from(["release", "unload", "reset", "release_ram", "release_pins"]))
     @told
     def ask(self, i, j, size, kind):
         """A request has an answer within its deadline, whatever the other one does, and it is a true one."""
         if i == j or i in self.stopped:
-            return
+            return None
         before = read_card(world.folder / "card").process(world.children[j].pid).total
         if world.children[j].name not in world.children[i].call(("books",))["peers"]:
-            return
+            return None
         outcome, freed, resident, took = world.children[i].call(("ask", world.children[j].name, kind, size, None, 2.0, f"t{time.monotonic()}"))
         assert took < 10
         after = read_card(world.folder / "card").process(world.children[j].pid).total
@@ -118,22 +135,25 @@ class Machine(RuleBasedStateMachine):
             assert freed == before - after, "the receipt is what has left the card"
         if j in self.stopped or j in self.capturing:
             assert outcome is Outcome.BUSY
+        return outcome.value, freed
 
     @rule(i=who, model=models, size=sizes, steps=st.booleans())
     @told
     def begin_to_sample(self, i, model, size, steps):
-        if self.free(i):
-            world.children[i].tell(("sample", f"{model}{size}", size, steps))
-            assert world.children[i].hear() == "sampling"
-            self.sampling.add(i)
+        if not self.free(i):
+            return None
+        world.children[i].tell(("sample", f"{model}{size}", size, steps))
+        assert world.children[i].hear() == "sampling"
+        self.sampling.add(i)
+        return True
 
-    @precondition(lambda self: self.sampling)
-    @rule(data=st.data())
+    @precondition(lambda self: self.sampling - self.stopped)
+    @rule(n=who)
     @told
-    def end_sampling(self, data):
-        i = data.draw(st.sampled_from(sorted(self.sampling)))
-        if i not in self.stopped:
-            self.let_go(i)
+    def end_sampling(self, n):
+        i = nth(self.sampling - self.stopped, n)
+        self.let_go(i)
+        return i
 
     def let_go(self, i):
         world.children[i].tell(("let go",))
@@ -143,15 +163,19 @@ class Machine(RuleBasedStateMachine):
     @rule(i=who)
     @told
     def stop(self, i):
-        if i not in self.stopped and len(self.stopped) < PROCESSES - 1:
-            world.children[i].stop()
-            self.stopped.add(i)
+        if i in self.stopped or len(self.stopped) == PROCESSES - 1:
+            return None
+        world.children[i].stop()
+        self.stopped.add(i)
+        return True
 
     @precondition(lambda self: self.stopped)
-    @rule(data=st.data())
+    @rule(n=who)
     @told
-    def go_on(self, data):
-        self.resume(data.draw(st.sampled_from(sorted(self.stopped))))
+    def go_on(self, n):
+        i = nth(self.stopped, n)
+        self.resume(i)
+        return i
 
     def resume(self, i):
         world.children[i].resume()
@@ -160,18 +184,21 @@ class Machine(RuleBasedStateMachine):
     @rule(i=who)
     @told
     def capture(self, i):
-        if i not in self.stopped and i not in self.sampling:
-            world.children[i].call(("capture", i not in self.capturing))
-            self.capturing ^= {i}
+        if i in self.stopped or i in self.sampling:
+            return None
+        self.capturing ^= {i}
+        return world.children[i].call(("capture", i in self.capturing))
 
     @rule(i=who, luck=st.integers(0, 9))
     @told
     def die(self, i, luck):
-        if luck == 0:
-            world.children[i].kill()
-            for among in (self.sampling, self.stopped, self.capturing):
-                among.discard(i)
-            world.children[i] = world.start()
+        if luck:
+            return None
+        world.children[i].kill()
+        for among in (self.sampling, self.stopped, self.capturing):
+            among.discard(i)
+        world.children[i] = world.start()
+        return world.children[i].name
 
     @invariant()
     @told
@@ -202,18 +229,22 @@ class Machine(RuleBasedStateMachine):
 
 # Other processes' timing is part of every run, so a failure is shown as it happened, not made smaller.
 Machine.TestCase.settings = settings(
-    max_examples=max(1, STEPS // STEPS_EACH), stateful_step_count=STEPS_EACH, deadline=None, database=None,
+    max_examples=max(1, STEPS // PARTS // STEPS_EACH), stateful_step_count=STEPS_EACH, deadline=None, database=None,
     phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.row(1)
-def test_whatever_they_do():
+@pytest.mark.parametrize("part", range(PARTS))
+def test_whatever_they_do(part):
     global world
-    failures.clear()
+    for kept in (failures, history, did):
+        kept.clear()
     with tempfile.TemporaryDirectory() as folder:
         world = World(Path(folder))
         try:
-            run_state_machine_as_test(Machine, settings=Machine.TestCase.settings)
+            while did.total() * PARTS < STEPS:
+                run_state_machine_as_test(Machine, settings=Machine.TestCase.settings)
+            sys.stdout.write(f"{did.total()} steps: {dict(did.most_common())}; {world.started} processes\n")
         except Exception as e:
             raise AssertionError("".join(failures[:1]) or str(e)) from e
         finally:

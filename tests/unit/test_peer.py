@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
+import threading
 import time
 from contextlib import contextmanager
 
@@ -10,7 +12,8 @@ import pytest
 
 from comfy.process_memory import Outcome
 from comfy_multiproc.channel import auth_key
-from comfy_multiproc.ledger import Ledger
+from comfy_multiproc.claims import LedgerClaims
+from comfy_multiproc.ledger import SLOTS, Ledger
 from comfy_multiproc.peer import PeerProcess
 from comfy_multiproc.testing import check_provider
 from comfy_multiproc.testing.card.capacity import CapacityFile, read_card
@@ -18,6 +21,8 @@ from tests.unit.processes import SECONDS, children, context
 from tests.unit.small import KEY, MB, process
 
 CARD = 1000 * MB
+ROUNDS = int(os.environ.get("COMFY_MULTIPROC_ROUNDS", "50"))        # of four loads at once
+STOPPED = float(os.environ.get("COMFY_MULTIPROC_STOPPED", "0"))     # seconds for which a process stays stopped
 
 
 @contextmanager
@@ -208,25 +213,36 @@ def gone_everywhere(tmp_path, others, name, pid):
     assert pid not in [p.pid for p in Ledger(tmp_path / "run", create=False).processes(exact=True)]
 
 
-@pytest.mark.parametrize("where", ["idle", "claimed", "serving", "writing", "lock", "sampling"])
+WHERE = ["idle", "claiming", "claimed", "loading", "serving", "writing", "lock", "sampling"]
+
+
+def bring(a, b, where, seconds=20.0):
+    """Bring b, which has nothing to do and 600 MB, to where it is to be struck; a may wait for it there."""
+    if where == "claiming":
+        b.call(("hold_lock", 300 * MB))
+    elif where in ("claimed", "loading"):
+        b.tell(("stop_at", where, "More", 300 * MB))
+        assert b.hear() == where
+    elif where == "serving":
+        b.call(("wait_in_unload",))
+        a.tell(("ask", "b", "release", 100 * MB, None, seconds))
+        assert b.hear() == "unloading"
+    elif where == "writing":
+        b.call(("half",))
+    elif where == "lock":
+        b.call(("hold_lock",))
+    elif where == "sampling":
+        b.tell(("sample", "Unet", 600 * MB, True))
+        assert b.hear() == "sampling"
+    if where in ("claiming", "claimed", "loading"):
+        assert known(a, "b", claimed=150 * MB if where == "loading" else 300 * MB)
+
+
+@pytest.mark.parametrize("where", WHERE)
 def test_killed_wherever_it_is_nothing_of_it_is_left(tmp_path, where):
     with running(tmp_path, "a", "b") as [a, b]:
         b.call(("load", "Unet", 600 * MB))
-        if where == "claimed":
-            b.tell(("stop_at", "claimed", "More", 300 * MB))
-            assert b.hear() == "claimed"
-            assert known(a, "b", claimed=300 * MB)
-        elif where == "serving":
-            b.call(("wait_in_unload",))
-            a.tell(("ask", "b", "release", 100 * MB, None, 20.0))
-            assert b.hear() == "unloading"
-        elif where == "writing":
-            b.call(("half",))
-        elif where == "lock":
-            b.call(("hold_lock",))
-        elif where == "sampling":
-            b.tell(("sample", "Unet", 600 * MB, True))
-            assert b.hear() == "sampling"
+        bring(a, b, where)
         b.kill()
         if where == "serving":
             assert a.hear()[:2] == (Outcome.GONE, 0), "whoever waits for it learns so at once"
@@ -236,18 +252,38 @@ def test_killed_wherever_it_is_nothing_of_it_is_left(tmp_path, where):
         assert used(tmp_path) == 900 * MB and a.call(("books",))["claimed"] == 0
 
 
-def test_stopped_others_go_on_and_the_books_are_right_when_it_continues(tmp_path):
+@pytest.mark.parametrize("where", WHERE)
+def test_stopped_wherever_it_is_others_go_on_and_the_books_are_right_when_it_continues(tmp_path, where):
     with running(tmp_path, "a", "b") as [a, b]:
         b.call(("load", "Unet", 600 * MB))
+        bring(a, b, where, seconds=1.0)
         b.stop()
-        outcome, _, _, took = a.call(("ask", "b", "release", MB))
-        assert outcome is Outcome.BUSY and took < 10
-        assert a.call(("load", "Other", 900 * MB)) == 400 * MB, "as much as there is room for: what a stopped process holds is held"
-        assert used(tmp_path) == CARD
+        if where == "serving":
+            assert a.hear()[0] is Outcome.BUSY, "whoever waits for it is answered at the deadline"
+        until = time.monotonic() + STOPPED
+        rounds = 0
+        while time.monotonic() < until or not rounds:
+            outcome, freed, _, took = a.call(("ask", "b", "release", MB))
+            assert (outcome, freed) == (Outcome.BUSY, 0) and took < 10
+            # What a stopped process holds is held, what it claims is claimed, and there is nobody to wait for.
+            held = read_card(tmp_path / "card").process(b.pid).total + a.call(("usage", "b"))["claimed"]
+            assert 0 < a.call(("load", "Other", 900 * MB)) <= CARD - held
+            a.call(("free", CARD))
+            rounds += 1
+        a.call(("load", "Other", 900 * MB))
         b.resume()
-        assert b.call(("books",))["resident"] == {"Unet": 600 * MB}
-        assert a.call(("load", "Other", 900 * MB)) == 900 * MB
-        assert b.call(("books",))["resident"] == {"Unet": 100 * MB} and used(tmp_path) == CARD
+        if where == "writing":
+            b.call(("whole",))
+        elif where != "idle":
+            b.tell(("let go",))
+        if where in ("claimed", "loading", "sampling"):
+            b.hear()
+        b.call(("free", 1))
+        books = b.call(("books",))
+        assert sum(books["resident"].values()) == books["allocated"] and books["claimed"] == books["ooms"] == 0
+        known(a, "b", resident=books["allocated"], claimed=0, busy=False)
+        assert a.call(("load", "Other", 900 * MB)) == 900 * MB, "and it gives as before"
+        assert used(tmp_path) == CARD and read_card(tmp_path / "card").refusals == 0
 
 
 def test_stopped_while_it_holds_a_devices_lock_costs_others_a_bound(tmp_path):
@@ -280,6 +316,30 @@ def test_the_folder_is_deleted_while_they_run(tmp_path):
         assert a.call(("ask", "b", "release", 100 * MB))[:2] == (Outcome.FREED, 100 * MB)
 
 
+def test_the_sixty_fifth_process_goes_on_unlisted_until_a_slot_is_free(tmp_path):
+    (tmp_path / "run").mkdir(mode=0o700)
+    ledger = Ledger(tmp_path / "run")
+    for i in range(SLOTS - 1):
+        assert ledger.take(f"process {i}") is not None      # of this process, which lives
+    card = tmp_path / "card"
+    CapacityFile.create(card, [CARD]).close()
+    with children((process, tmp_path / "run", card, "last")) as [last]:
+        assert last.hear() == "ready"
+        last.call(("load", "Unet", 600 * MB))
+        with children((process, tmp_path / "run", card, "more")) as [more]:
+            assert more.hear() == "ready"
+            listed = {p.name for p in ledger.processes(exact=True)}
+            assert len(listed) == SLOTS and "last" in listed and "more" not in listed
+            assert more.call(("load", "Other", 900 * MB)) == 900 * MB, "it asks others, though none can ask it"
+            assert any("goes on unlisted" in line for line in more.call(("said",)))
+            last.kill()
+            deadline = time.monotonic() + SECONDS
+            while more.pid not in {p.pid for p in ledger.processes(exact=True)}:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+    ledger.close()
+
+
 def test_nothing_is_left_to_clean_up_after_all_have_been_killed(tmp_path):
     with running(tmp_path, "a", "b") as both:
         for child in both:
@@ -294,21 +354,57 @@ def test_nothing_is_left_to_clean_up_after_all_have_been_killed(tmp_path):
     assert not list((tmp_path / "run").glob("*.sock")) and list(Ledger(tmp_path / "run", create=False).processes()) == []
 
 
+class Samples:
+    """What is resident and what is claimed on the card, together, read over and over while the block runs."""
+
+    def __init__(self, tmp_path):
+        self._card = CapacityFile(tmp_path / "card")
+        self._ledger = Ledger(tmp_path / "run", create=False)
+        self._claims = LedgerClaims(tmp_path / "run", lambda: None, lambda: None)
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.taken: list[tuple[int, int]] = []
+        self.blind = 0
+
+    def __enter__(self):
+        self._thread.start()
+        return self.taken
+
+    def __exit__(self, *_):
+        self._done.set()
+        self._thread.join()
+        self._ledger.close()
+        self._card.close()
+        assert not self.blind, "the device's lock was not to be had"
+
+    def _run(self):
+        while not self._done.is_set():
+            # Nobody claims or brings claimed bytes while the device's lock is held here.
+            with self._claims.hold(KEY, SECONDS) as held:
+                self.blind += not held
+                self.taken.append((self._card.read(0).used, sum(self._ledger.claimed(p.slot, KEY) for p in self._ledger.processes(exact=True))))
+            self._done.wait(0.002)
+
+
+@pytest.mark.row(1)
 def test_four_processes_load_at_the_same_instant(tmp_path):
-    """Nobody is out of memory, and nothing is refused by the card: what is resident and claimed always fits."""
-    rounds = int(os.environ.get("COMFY_MULTIPROC_ROUNDS", "25"))
+    """Nobody is out of memory, and at every sample what is resident and what is claimed fit on the card together."""
     sizes = [300 * MB, 450 * MB, 150 * MB, 800 * MB]
     barrier = context.Barrier(4)
     with running(tmp_path, "a", "b", "c", "d", barrier=barrier) as started:
         loaded = []
-        for r in range(rounds):
-            for i, child in enumerate(started):
-                child.tell(("load_with_others", f"model{(r + i) % 4}", sizes[(r + i) % 4]))
-            loaded.append([child.hear() for child in started])
-            reading = read_card(tmp_path / "card")
-            assert reading.used <= CARD
+        with Samples(tmp_path) as samples:
+            for r in range(ROUNDS):
+                for i, child in enumerate(started):
+                    child.tell(("load_with_others", f"model{(r + i) % 4}", sizes[(r + i) % 4]))
+                loaded.append([child.hear() for child in started])
+        reading = read_card(tmp_path / "card")
         assert all(type(size) is int for answers in loaded for size in answers), loaded
+        assert not [sample for sample in samples if sum(sample) > CARD]
         assert reading.refusals == 0 and reading.peak <= CARD
-        assert sum(size > 0 for answers in loaded for size in answers) > rounds, "and they do load"
+        assert len(samples) > ROUNDS and sum(claimed > 0 for _, claimed in samples) > ROUNDS // 4, "loads were looked at while they ran"
+        assert sum(size > 0 for answers in loaded for size in answers) > ROUNDS, "and they do load"
         for child in started:
             assert child.call(("books",))["claimed"] == 0
+        sys.stdout.write(f"{ROUNDS} rounds, {len(samples)} samples, {sum(c > 0 for _, c in samples)} with claims, at most "
+                         f"{max(map(sum, samples)) // MB} of {CARD // MB} MB resident and claimed\n")
