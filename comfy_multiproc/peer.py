@@ -25,7 +25,7 @@ FAMILY_PATIENCE = 300.0
 
 MARGIN = 0.05             # a request ends this long before its deadline, so that its receipt is still in time
 SIGN_OF_LIFE = 0.25       # seconds beyond its patience after which a process that has said nothing is silent
-ENDING = 0.25             # seconds that a process may take to end once it has closed its connections
+ENDING = 2.0              # seconds that a process may take to end once it has closed its connections
 SILENT_SECONDS = 1.0      # for which a silent process is not asked again; doubles up to
 SILENT_LIMIT = 30.0
 REFRESH = 0.05            # seconds after which it is looked anew whether a process lives, and how old its figures are
@@ -198,16 +198,15 @@ class PeerProcess(ProcessMemoryProvider):
         except Occupied:
             return BUSY
         except (OSError, ChannelError) as e:
-            if self._has_ended(isinstance(e, ConnectionError)):
+            if self._has_ended(min(now + left, time.monotonic() + ENDING) if isinstance(e, ConnectionError) else 0.0):
                 return GONE
             self._complain(f"cannot be asked: {e}")
             return BUSY
         self._silences = 0
         return self._receipt(answer)
 
-    def _has_ended(self, ending: bool) -> bool:
-        """Whether the process has ended. A process that ends closes its connections a little before it is seen to be gone."""
-        until = time.monotonic() + ENDING if ending else 0.0
+    def _has_ended(self, until: float) -> bool:
+        """Whether the process has ended, or does so by `until`: its connections close a little before it is seen to be gone."""
         while alive(self.pid, self.start):
             if time.monotonic() >= until:
                 return False
