@@ -112,8 +112,9 @@ def test_a_copy_for_the_second_gpu_is_admitted_and_seen_there(card, other, tmp_p
     first, second = card.devices
     other.call("load", model="idle", nbytes=60 * MIB, device=str(second))
     unet = comfy.sd.load_diffusion_model(str(tiny_models.ensure(["unet"]) / tiny_models.FILES["unet"][0]))
+    clone = unet.deepclone_multigpu(new_load_device=second)
+    assert other.call("seen", device=f"{second}+meant")["here"][2] == unet.model_size()       # not loaded yet, and no longer free for others' dtypes
     with at_rest(other, tmp_path / "enough"):
-        clone = unet.deepclone_multigpu(new_load_device=second)
         mm.load_models_gpu([unet, clone])
     size = unet.model_size()
     assert (unet.loaded_size(), clone.loaded_size()) == (size, size)

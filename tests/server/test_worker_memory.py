@@ -188,6 +188,27 @@ def test_whoever_is_idle_for_long_gives_the_card_back_and_a_running_prompt_is_no
     assert again.ok and again.images != first.images
 
 
+@pytest.mark.row(36)
+def test_a_cached_object_of_a_dead_worker_leaves_under_pressure_and_its_node_runs_again(serve, fork_tree):
+    server = serve(fork_tree, ["--isolate", "zoo_idle", "--cache-ram", "1", "1000000"], packs=("zoo_idle",),
+                   card=CardSettings(size=400 * MIB))       # results of other prompts leave
+    graph = one("ZooIdle", seed=1)
+    graph.add("use", "ZooIdleUse", thing=out("n", 1), seed=1)
+    pid = server.run(graph).outputs["use"]["pid"][0]
+    os.kill(pid, signal.SIGKILL)
+    assert eventually(lambda: worker(server, "zoo_idle")["state"] == "stopped")
+    before = len(server.log())
+    other = Graph()
+    other.add("image", "EmptyImage", width=64, height=64, batch_size=1, color=0)
+    other.add("preview", "PreviewImage", images=out("image"))
+    assert server.run(other).ok
+    said = server.log()[before:]
+    assert "Traceback" not in said and said.count("cannot be measured") <= 1
+    again = server.run(graph)
+    assert again.ok, again.error
+    assert again.outputs["use"]["class"] == ["Object"] and again.outputs["use"]["pid"] != [pid]
+
+
 # the nodes for workflow authors
 
 def test_a_checkpoint_in_a_named_worker(server):

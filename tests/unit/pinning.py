@@ -5,6 +5,7 @@ is over-committed fails as it does with the kernel and the driver.
 """
 from __future__ import annotations
 
+import mmap
 import random
 import types
 
@@ -86,16 +87,24 @@ class PinProcess(Process):
         except CardFull:
             self.refused += 1
             return process_memory.pin_again(self.pin_memory, tensor)
-        self.mm.card.allocate(0, size)
+        self.take(size)
         self.mm.TOTAL_PINNED_MEMORY += size
         self.pins[True].append(size)
         return True
 
     def let_go_of(self, size):
         self.mm.card.release(1, size)
-        self.mm.card.release(0, size)
+        self.give_back(size)
         self.mm.TOTAL_PINNED_MEMORY -= size
         return size
+
+    # the container's memory
+
+    def take(self, size):
+        self.mm.card.allocate(0, size)
+
+    def give_back(self, size):
+        self.mm.card.release(0, size)
 
     # what a test orders
 
@@ -151,5 +160,61 @@ class PinProcess(Process):
         return {"locked": self.mm.TOTAL_PINNED_MEMORY, "reserved": self.runtime.claims.own(pins.PINS), "refused": self.refused}
 
 
+RESULT = 4 * MB
+"""Bytes of one cached result at most."""
+
+
+class ContainedProcess(PinProcess):
+    """One whose memory is real, in a control group that the test has put it into."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.held = {}      # bytes -> pieces of so many
+        self.lowest = MACHINE
+
+    def take(self, size):
+        piece = mmap.mmap(-1, size)
+        piece.write(bytes(size))
+        self.held.setdefault(size, []).append(piece)
+        self.lowest = min(self.lowest, limits.Groups().available(MACHINE))
+
+    def give_back(self, size):
+        self.held[size].pop().close()
+
+    def node_contained(self, by):
+        """From now on memory is what the group leaves, or what the machine says it has."""
+        limits.groups = limits.Groups() if by == "group" else types.SimpleNamespace(total=lambda machine: machine, available=lambda machine: machine)
+        return limits.total() // MB
+
+    def node_keep(self, size):
+        """A node has a result, which is cached; results go as the output cache lets them go."""
+        self.take(size)
+        self.cached.append(size)
+        while self.cached and limits.available() < 2 * FLOOR:
+            self.give_back(self.cached.pop(0))
+
+    def node_work(self, seed, turns):
+        """Locks and caches memory at random; gives how often it has locked some, and the least that was left meanwhile."""
+        choose = random.Random(seed)
+        pinned = 0
+        for _ in range(turns):
+            kind = choose.choice(["pin", "pin", "pin", "keep", "done", "let go"])
+            if kind == "pin":
+                pinned += self.node_pin(choose.randrange(1, 24) * MB)
+            elif kind == "keep":
+                self.node_keep(choose.randrange(1, RESULT))
+            elif kind == "done":
+                self.node_done()
+            elif self.pins[False]:
+                self.let_go_of(self.pins[False].pop())
+            process_memory.moments.after_node()
+        self.node_done()
+        return [pinned, self.lowest]
+
+
 def process(pipe, *args):
     PinProcess(pipe, *args).run()
+
+
+def contained(pipe, *args):
+    ContainedProcess(pipe, *args).run()

@@ -1,22 +1,25 @@
 """Page-locked memory of several processes under one ceiling, in one container. Real processes, numbers for memory."""
 from __future__ import annotations
 
+import pathlib
+import signal
 import time
+import uuid
 from contextlib import contextmanager
 
 import pytest
 
 from comfy_multiproc.testing.card.capacity import CapacityFile, read_card
-from tests.unit.pinning import FLOOR, PIECE, process
+from tests.unit.pinning import FLOOR, PIECE, RESULT, contained, process
 from tests.unit.processes import SECONDS, children, context
 from tests.unit.small import MB
 
 
 @contextmanager
-def running(tmp_path, *names, container=1000 * MB, driver=1000 * MB, ceiling=900 * MB, barrier=None):
+def running(tmp_path, *names, container=1000 * MB, driver=1000 * MB, ceiling=900 * MB, barrier=None, kind=process):
     card = tmp_path / "card"
     CapacityFile.create(card, [container, driver]).close()
-    with children(*((process, tmp_path / "run", card, name, ceiling, barrier) for name in names)) as started:
+    with children(*((kind, tmp_path / "run", card, name, ceiling, barrier) for name in names)) as started:
         for child in started:
             assert child.hear() == "ready"
         for child, name in zip(started, names):
@@ -25,6 +28,15 @@ def running(tmp_path, *names, container=1000 * MB, driver=1000 * MB, ceiling=900
                 assert time.monotonic() < deadline, "they do not find each other"
                 time.sleep(0.01)
         yield started
+
+
+def ended_by_the_kernel(child):
+    try:
+        child.hear()
+        return False
+    except EOFError:
+        child.process.join(SECONDS)
+        return child.process.exitcode == -signal.SIGKILL
 
 
 def peak(tmp_path):
@@ -125,6 +137,54 @@ def test_five_processes_in_one_container_never_lock_more_than_the_limit_without_
         done = [child.hear() for child in processes]
         assert all(isinstance(count, int) and count > 20 for count in done), done
         assert 400 * MB - FLOOR - 5 * PIECE < peak(tmp_path) <= 400 * MB - FLOOR
+
+
+@pytest.fixture
+def group():
+    """A real control group of 400 MB for memory."""
+    folder = pathlib.Path("/sys/fs/cgroup/memory") / f"process-memory-{uuid.uuid4().hex}"
+    try:
+        folder.mkdir()
+        (folder / "memory.limit_in_bytes").write_text(str(400 * MB))
+    except OSError:
+        if folder.exists():
+            folder.rmdir()
+        pytest.skip("no version 1 memory control group can be made here")
+    yield folder
+    deadline = time.monotonic() + SECONDS
+    while (folder / "cgroup.procs").read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    folder.rmdir()
+
+
+@pytest.mark.row(8)
+@pytest.mark.row(34)
+@pytest.mark.row(36)
+def test_five_processes_in_a_real_container_lock_and_cache_no_more_than_it_has_without_the_floor(tmp_path, group):
+    names = ["host", "a", "b", "c", "d"]
+    with running(tmp_path, *names, kind=contained) as processes:
+        for child in processes:
+            (group / "cgroup.procs").write_text(str(child.pid))
+            assert child.call(("contained", "group")) == 400
+        for seed, child in enumerate(processes):
+            child.tell(("work", seed, 150))
+        done = [child.hear() for child in processes]
+        assert all(isinstance(found, list) and found[0] > 0 for found in done), done
+        # Results are there before the cache can let them go: one of each process at a time. The processes' own needs are small.
+        least = min(lowest for _, lowest in done)
+        assert FLOOR - len(names) * RESULT - 12 * MB < least < FLOOR + len(names) * PIECE
+        assert (group / "memory.failcnt").read_text() == "0\n"
+
+
+@pytest.mark.row(8)
+def test_by_the_machine_s_figures_the_kernel_ends_one_of_them(tmp_path, group):
+    with running(tmp_path, "host", "a", kind=contained) as processes:
+        for child in processes:
+            (group / "cgroup.procs").write_text(str(child.pid))
+            child.call(("contained", "machine"))
+        for seed, child in enumerate(processes):
+            child.tell(("work", seed, 150))
+        assert any(ended_by_the_kernel(child) for child in processes)
 
 
 @pytest.mark.row(42)
