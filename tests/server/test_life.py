@@ -10,75 +10,43 @@ import time
 
 import pytest
 
-from comfy_multiproc.testing import start_server
+from comfy_multiproc.testing import CardSettings, read_card, start_server
 from comfy_multiproc.testing.server import ServerError
 from comfy_multiproc.testing.workflows import Graph
+from tests.server.family import SOON, family, until, workers
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and exec")
 
-SOON = 30.0     # generous: the machine that runs this may be busy
 START = 180.0
+MIB = 1 << 20
 PACKS = ("life_a", "life_b", "life_c")
 
 
 @pytest.fixture
 def start(fork_tree, packs, tmp_path):
     """A server with three workers of packs, and what it has in /dev/shm is told apart."""
-    def start(**environment):
+    def start(args=("--cpu",), card=None, **environment):
         folder = tmp_path / "copies"
         for name in PACKS:
             shutil.copytree(packs / "zoo_life", folder / name)
         isolate = [argument for name in PACKS for argument in ("--isolate", name)]
-        return start_server(fork_tree, ["--cpu", *isolate], packs=[*folder.iterdir(), packs / "zoo_restart"], environment=environment)
+        return start_server(fork_tree, [*args, *isolate], packs=[*folder.iterdir(), packs / "zoo_restart"], card=card, environment=environment)
     return start
 
 
-def until(condition, what="", within=SOON):
-    deadline = time.monotonic() + within
-    while not (value := condition()):
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
-    return value
-
-
 def post(server, how):
-    """Ask for nodes that will not end, and wait until they run."""
+    """Ask for nodes that will not end, and wait until they run; the pids that each has said."""
     before = len(server.log())
     graph = Graph()
     for name, kind in how.items():
         graph.add(name, name, how=kind, seed=time.time_ns() % 10 ** 9)
     server.post("/prompt", {"prompt": graph})
+    said = {}
     for name, kind in how.items():
-        until(lambda: re.search(rf"\[{name}\] {name} {kind} \d+", server.log()[before:]), f"{name} does not run:\n{server.log()[before:]}")
-
-
-def family(server):
-    """All processes that were started by this server or that one of its workers has started, by their environment."""
-    mark = f"COMFY_MULTIPROC_CACHE={server.home / 'cache'}".encode()
-    found = set()
-    for entry in os.listdir("/proc"):
-        if entry.isdecimal():
-            try:
-                with open(f"/proc/{entry}/environ", "rb") as file:
-                    marked = mark in file.read().split(b"\0")
-                with open(f"/proc/{entry}/stat") as file:
-                    marked = marked and file.read().rpartition(")")[2].split()[0] != "Z"
-            except OSError:
-                continue
-            found |= {int(entry)} if marked else set()
-    return found
-
-
-def workers(server):
-    """Those of the family that are workers."""
-    found = set()
-    for pid in family(server):
-        try:
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                found |= {pid} if b"COMFY_MULTIPROC_WORKER=" in file.read() else set()
-        except OSError:
-            continue
-    return found
+        found = until(lambda: re.search(rf"\[{name}\] {name} {kind} ([\d ]+)\n", server.log()[before:]),
+                      f"{name} does not run:\n{server.log()[before:]}", START)       # its worker may have to be started first
+        said[name] = [int(pid) for pid in found[1].split()]
+    return said
 
 
 def shared_memory(server):
@@ -100,8 +68,9 @@ def all_started(server):
 
 
 def test_restarts_and_a_kill_leave_nothing(start):
-    """B053, B066, B056: a worker asked for at import; three programs in the same process, each with a busy worker; then SIGKILL."""
-    with start(ZOO_ASK_AT_IMPORT="1") as server:
+    """A worker asked for at import; three programs in the same process, each with a busy worker; then SIGKILL with workers that are
+    idle, in native code, and in a Python loop with processes of their own, all with memory on the card."""
+    with start(args=(), card=CardSettings(size=64 * MIB), ZOO_ASK_AT_IMPORT="1") as server:
         asked = server.get("/zoo/at_import")
         assert asked["starts"] == 1 and asked["method"] == "fork" and asked["pid"] in workers(server)
         assert len(workers(server)) == len(PACKS) + 1
@@ -116,9 +85,14 @@ def test_restarts_and_a_kill_leave_nothing(start):
         all_started(server)
         assert len(workers(server)) == len(PACKS)      # no duplicates
 
-        post(server, {"life_a": "loop", "life_b": "native"})
+        found = post(server, {"life_a": "pool", "life_b": "native"})
+        children = set(found["life_a"][1:])
+        assert len(children) == 2 and family(server) >= {*children, *found["life_a"], *found["life_b"]}
+        card = server.home / "card"
+        assert {process.pid for process in read_card(card).processes if process.allocated} >= {found["life_a"][0], found["life_b"][0]}
         os.kill(server.pid, signal.SIGKILL)
         until(lambda: not family(server), "something has outlived the server")
+        assert read_card(card).used == 0
         with socket.socket() as again:
             again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             again.bind(("127.0.0.1", server.port))
@@ -141,7 +115,7 @@ def ended(server):
 
 
 def test_ctrl_c_is_one_clean_stop_with_workers_that_are_busy(start):
-    """B057: the terminal's whole group gets it, twice."""
+    """The terminal's whole group gets it, twice."""
     with start(PYTHONFAULTHANDLER="1") as server:
         post(server, {"life_a": "loop", "life_b": "native"})
         shared = shared_memory(server)
