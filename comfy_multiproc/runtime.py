@@ -252,6 +252,8 @@ class Runtime:
 
     def _set_busy(self, busy: bool, prompt: bool = False) -> None:
         changed, self._busy = busy != self._busy, busy
+        if changed:
+            self._worked, self._idle_done = time.monotonic(), False     # here, for what is over between two looks
         if self.slot is not None and (changed or prompt):
             self.slot.busy(busy, prompt=prompt)
         # What is in use is on offer again, or not any more; without a load the figures are what they were.
