@@ -6,7 +6,7 @@ what ComfyUI's own code calls at its decisions. With no provider registered each
 from collections.abc import Callable
 
 from . import claims, devices, gates, moments, pins, ram, registry
-from .admission import admit, admitting, budget, loaded, node_ended, node_started
+from .admission import admit, admitting, budget, loaded, node_ended, node_started, take_turn
 from .capture import begin_capture, captures_over, end_capture, may_capture
 from .control import arrived, arriving, hints
 from .gates import for_file, settled_dtype, shared_card
@@ -36,7 +36,7 @@ __all__ = [
     "oom_site", "peers_pins_too", "peers_registrations_too", "pin_again", "pin_shortfall", "pins", "pressed",
     "processes", "ram", "ready", "reclaimable", "recount", "register_process_memory_provider", "registry",
     "release_caches", "reserved", "rest", "room_for", "room_given", "serving", "settled_dtype", "shared_card",
-    "sizing", "start_again", "total_ram", "unregister_process_memory_provider", "weigh", "with_processes",
+    "sizing", "start_again", "take_turn", "total_ram", "unregister_process_memory_provider", "weigh", "with_processes",
     "within",
 ]
 

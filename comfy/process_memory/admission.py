@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from comfy import process_memory
@@ -25,6 +26,9 @@ ROUNDING = 1.1
 
 LOADING_INTERVAL = 0.02
 """Seconds between two looks at how much of a model has arrived."""
+
+TURNS = 8
+"""How often a load waits, at most, because a process that it asks has begun a node just then."""
 
 SETTLE_INTERVAL = 0.05
 """Seconds between two looks at how much of a node's claim has appeared."""
@@ -42,6 +46,7 @@ class _Load:
         self.need: dict[str, int] = {}        # device -> weights still to come, had there been room for all
         self.weights: dict[str, int] = {}     # device -> weights still to come, as budgeted
         self.beyond: dict[str, int] = {}      # device -> what the caller needs beyond weights
+        self.room: dict[str, int] = {}        # device -> what should be free for all of it
         self.devices: dict[str, Any] = {}
         self.coming: _Coming | None = None    # the model that is being loaded
 
@@ -144,8 +149,27 @@ def admit(needed: Mapping[Any, float], beyond: float) -> None:
         load.need[place] = load.need.get(place, 0) + arithmetic.clamp(size, total)
         load.weights[place] = load.need[place]
         load.beyond[place] = max(load.beyond.get(place, 0), arithmetic.clamp(beyond, total))
-        turns.wait(device, place, arithmetic.clamp(size * ROUNDING + max(beyond, manager().minimum_inference_memory()), total))
+        load.room[place] = arithmetic.clamp(size * ROUNDING + max(beyond, manager().minimum_inference_memory()), total)
+        turns.wait(device, place, load.room[place])
         _claim(device, place)
+
+
+def take_turn(for_dynamic: bool) -> None:
+    """Room has been made, as far as others gave it. A process that was idle when the load began may have begun a node
+    before it was asked; then wait until it is done, and make room again."""
+    load = _running()
+    if load is None:
+        return
+    mm = manager()
+    began = time.monotonic()
+    for place, size in load.room.items():
+        device = load.devices[place]
+        for _ in range(TURNS):
+            if not arithmetic.shortfall(size, mm.get_free_memory(device), mm.get_total_memory(device)) or not turns.in_the_way(device, place, size, began):
+                break
+            with _claiming_nothing(load, place):
+                turns.wait(device, place, size, began)
+            mm.free_memory(size, device, for_dynamic=for_dynamic)
 
 
 def top_up(device: Any, place: str) -> None:
@@ -247,6 +271,19 @@ def add(place: str, size: int) -> None:
 def lower(place: str) -> None:
     """Claim no more than what running loads and the running node still need."""
     _lower(place)
+
+
+@contextmanager
+def _claiming_nothing(load: _Load, place: str) -> Iterator[None]:
+    """Whoever is waited for may have what this load would take: it could not go on otherwise, or only with a part of its model."""
+    weights, beyond = load.weights[place], load.beyond[place]
+    load.weights[place] = load.beyond[place] = 0
+    _lower(place)
+    try:
+        yield
+    finally:
+        load.weights[place], load.beyond[place] = weights, beyond
+        _claim(load.devices[place], place)
 
 
 def _running() -> _Load | None:

@@ -21,16 +21,16 @@ LOOK = 0.02
 """Seconds between two looks."""
 
 
-def wait(device: Any, place: str, required: int) -> None:
+def wait(device: Any, place: str, required: int, began: float | None = None) -> None:
     """Return once `required` bytes of `device` are free or not in use by anybody, or nobody is left to wait for.
 
-    On the execution thread, before anything has been decided. Bounded by the patience of the provider that is waited for,
-    and by an interrupt.
+    On the execution thread, while nothing is half done. Bounded by the patience of the provider that is waited for,
+    counted from `began` (``time.monotonic()``, default now), and by an interrupt.
     """
-    began = time.monotonic()
+    began = time.monotonic() if began is None else began
     said = False
     try:
-        while (busy := _busy(place, time.monotonic() - began)) and not _enough(device, place, required) and not manager().processing_interrupted():
+        while (busy := in_the_way(device, place, required, began)) and not manager().processing_interrupted():
             if not said:
                 logging.info("Process memory: a load waits until %s is done with what it uses on %s", busy[0], place)
                 said = True
@@ -39,6 +39,12 @@ def wait(device: Any, place: str, required: int) -> None:
         if said:
             moments.waiting(0.0)
             logging.debug("Process memory: the load went on after %.2f s", time.monotonic() - began)
+
+
+def in_the_way(device: Any, place: str, required: int, began: float) -> list[registry.Entry]:
+    """For whom a load of `required` bytes that waits since `began` should wait now."""
+    busy = _busy(place, time.monotonic() - began)
+    return busy if busy and not _enough(device, place, required) else []
 
 
 def _busy(place: str, waited: float) -> list[registry.Entry]:
