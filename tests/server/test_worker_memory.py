@@ -1,5 +1,6 @@
 """What workers hold on the card and in RAM: seen, given back by /free and by nodes, and by ending a worker that is idle."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -20,7 +21,7 @@ def server(serve, fork_tree, packs, tmp_path_factory):
     shutil.copytree(packs / "zoo_life", limited)
     (limited / "pyproject.toml").write_text('[tool.comfyui-multiproc]\nisolate = true\nram_limit = "1M"\n')
     return serve(fork_tree, ["--isolate", "zoo_loader", "--isolate", "zoo_nodes"], packs=("zoo_loader", "zoo_nodes", "zoo_idle", limited),
-                 card=CardSettings(size=400 * MIB))
+                 card=CardSettings(size=400 * MIB, count=2))
 
 
 def eventually(condition):
@@ -72,6 +73,52 @@ def test_free_reaches_models_and_memories_of_workers(server):
     assert server.run(graph).outputs["count"]["runs"] == [1]       # the instance was forgotten too
 
 
+@pytest.mark.behaviour(9)
+def test_a_file_that_two_nodes_of_a_worker_load_is_loaded_once(server):
+    server.post("/free", {"unload_models": True, "free_memory": True})
+    pid = worker(server, "zoo_loader")["pid"]
+    assert eventually(lambda: not on_card(server).get(pid))
+    assert server.run(isolated_checkpoint(21)).ok
+    pid = worker(server, "zoo_loader")["pid"]
+    once = on_card(server)[pid]
+    graph = isolated_checkpoint(22)
+    graph["again"] = graph["ckpt"]
+    graph.add("second", "KSampler", **{**graph["sampler"]["inputs"], "model": out("again"), "latent_image": out("sampler")})
+    graph["decode"]["inputs"].update(samples=out("second"), vae=out("again", 2))
+    server.post("/free", {"unload_models": True, "free_memory": True})
+    assert eventually(lambda: not on_card(server).get(pid))
+    result = server.run(graph)
+    assert result.ok, result.error
+    assert on_card(server)[pid] == once
+
+
+@pytest.mark.row(9)
+@pytest.mark.row(41)
+def test_when_a_worker_does_not_answer_the_free_button_does_and_says_so(server):
+    """Three processes on two cards: one has a model on the first, one has one on the second, one has none."""
+    assert server.run(one("ZooHold", seed=time.time_ns() % 10 ** 9, device="cpu:1")).ok and server.run(isolated_checkpoint(23)).ok
+    first, second, third = (worker(server, pack)["pid"] for pack in ("zoo_loader", "zoo_nodes", "zoo_idle"))
+    second_card = lambda: read_card(server.card_path, 1).process(second).allocated
+    server.post("/free", {"unload_models": True})
+    assert eventually(lambda: not on_card(server).get(first) and not second_card())
+    shown = server.get("/system_stats")
+    assert [device["vram_free"] for device in shown["devices"][:1]] == [400 * MIB]
+    assert "not confirmed" not in [row["state"] for row in shown["processes"]] and worker(server, "zoo_idle")["pid"] == third
+
+    assert server.run(one("ZooHold", seed=time.time_ns() % 10 ** 9, device="cpu:1")).ok
+    os.kill(second, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        server.post("/free", {"unload_models": True})
+        assert time.monotonic() - began < SOON
+        assert eventually(lambda: [row["state"] for row in server.get("/system_stats")["processes"] if row["pid"] == second] == ["not confirmed"])
+        assert f"worker zoo (pid {second}) is busy and keeps its models on cpu:1" in server.log()
+    finally:
+        os.kill(second, signal.SIGCONT)
+    server.post("/free", {"unload_models": True})       # it was not asked again
+    assert eventually(lambda: not second_card())
+
+
 @pytest.mark.row(41)
 def test_system_stats_lists_the_workers(server):
     assert server.run(isolated_checkpoint(5)).ok
@@ -117,8 +164,9 @@ def test_independent_nodes_of_different_workers_run_at_the_same_time(server):
     assert max(a0, b0) < min(a1, b1)
 
 
-def test_an_idle_worker_ends_and_its_results_stay(server):
-    seed = time.time_ns() % 50
+@pytest.mark.parametrize("killed", [False, True])
+def test_the_results_of_a_worker_that_ends_or_is_killed_stay(server, killed):
+    seed = time.time_ns() % 50 + 50 * killed
     graph = one("ZooIdleImage", seed=seed)
     graph.add("mean", "ZooMean", image=out("n"), seed=1)
     first = server.run(graph)
@@ -127,6 +175,9 @@ def test_an_idle_worker_ends_and_its_results_stay(server):
     server.post("/free", {"free_memory": True})
     graph["n"]["inputs"]["seed"] = seed + 1
     first = server.run(graph)
+    if killed:
+        with contextlib.suppress(ProcessLookupError):       # it had ended by itself already
+            os.kill(first.outputs["n"]["pid"][0], signal.SIGKILL)
     assert eventually(lambda: worker(server, "zoo_idle")["state"] == "stopped")
     graph["mean"]["inputs"]["seed"] = 2
     second = server.run(graph)
