@@ -61,6 +61,23 @@ def load_file(file):
     return str(patcher.model.get_dtype()), patcher.model_size()
 
 
+def load_12b():
+    """Load a checkpoint of twelve thousand million 8-bit weights, of which only the shapes are there; their dtype and bytes."""
+    import comfy.model_management as mm
+    import comfy.model_patcher
+    import torch
+    from comfy import process_memory
+
+    @process_memory.for_file
+    def load_checkpoint(path):
+        dtype = mm.unet_dtype(model_params=12_000_000_000, weight_dtype=torch.float8_e4m3fn)
+        model = torch.nn.Module()
+        model.weight = torch.nn.Parameter(torch.empty(12_000_000_000, dtype=dtype, device="meta"), requires_grad=False)
+        return comfy.model_patcher.ModelPatcher(model, mm.get_torch_device(), torch.device("cpu"))
+    patcher = kept["12b"] = load_checkpoint("12b.safetensors")
+    return str(patcher.model.weight.dtype), patcher.model_size()
+
+
 def drop(model):
     from comfy import process_memory
     del kept[model]

@@ -11,6 +11,7 @@ runtimes = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(runtimes)
 
 MIB = 1 << 20
+GIB = 1 << 30
 
 
 @pytest.fixture
@@ -20,6 +21,19 @@ def here():
     runtimes.kept.clear()
     gates._dtypes.clear()
     runtimes.stop()
+
+
+@pytest.mark.row(7)
+@pytest.mark.card(size=48 * GIB, inference=int(0.8 * GIB), reserved=int(0.4 * GIB))
+def test_of_two_12b_files_of_8_bits_on_one_48_gb_card_the_second_stays_as_it_is(card, spawn, here):
+    first = spawn(RUNTIMES)
+    first.call("start", who="first")
+    # 24 GB at 16 bits are 22.35 GiB. Alone: 48 x 0.88 - 1.2 = 41.04, and upstream casts it up.
+    assert first.call("load_12b") == ["torch.float16", 24_000_000_000]
+    # Beside it: (48 - 22.35) x 0.88 - 1.2 = 21.37. Both at 16 bits would be 48 GB of weights.
+    assert runtimes.load_12b() == ("torch.float8_e4m3fn", 12_000_000_000)
+    runtimes.drop("12b")
+    first.call("drop", model="12b")
 
 
 @pytest.mark.row(7)
