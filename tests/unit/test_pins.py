@@ -167,7 +167,7 @@ def test_five_processes_in_a_real_container_lock_and_cache_no_more_than_it_has_w
             (group / "cgroup.procs").write_text(str(child.pid))
             assert child.call(("contained", "group")) == 400
         for seed, child in enumerate(processes):
-            child.tell(("work", seed, 150))
+            child.tell(("work", seed, 60))
         done = [child.hear() for child in processes]
         assert all(isinstance(found, list) and found[0] > 0 for found in done), done
         # Results are there before the cache can let them go: one of each process at a time. The processes' own needs are small.
