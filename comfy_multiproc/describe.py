@@ -6,6 +6,7 @@ import asyncio
 import functools
 import importlib.util
 import inspect
+import json
 import logging
 import os
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from . import boot, failures
+from . import boot, failures, spawning
 from .edits import Snapshot
 from .interface import Files, encode
 
@@ -25,36 +26,58 @@ METHODS_V3 = ("fingerprint_inputs", "validate_inputs", "check_lazy_status")
 
 
 def load(path: Path, module_parent: str = "custom_nodes") -> dict[str, Any]:
-    """Import the pack at `path` and describe it: JSON data, see :func:`describe`. Never raises for what the pack does wrong."""
-    import folder_paths
-    import nodes
-    before, core = Snapshot(), core_nodes()
-    mappings, web, folders = dict(nodes.NODE_CLASS_MAPPINGS), dict(nodes.EXTENSION_WEB_DIRS), folders_of(folder_paths)
+    """Import the pack at `path` and describe it: JSON data, see :func:`describe`; or why that cannot be, as ``error`` where it
+    cannot be imported and as ``cannot`` where it cannot be described. Never raises, whatever the pack does."""
+    before, there = Snapshot(), registered()
     try:
         module, classes = import_pack(path)
+    except BaseException as error:      # a KeyboardInterrupt too: here it is the pack's own
+        text = failures.text_of(error)
+        logging.warning("Cannot import %s: %s\n%s", path, text, traceback.format_exc())
+        return {"error": f"{type(error).__name__}: {text}{failures.searched(error)}"}
+    try:
+        said = describe_pack(path, module, classes, there, module_parent)
+        said["edits"] += before.changes()
+        json.dumps(said)
+        return said
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        logging.warning("Cannot import %s: %s\n%s", path, error, traceback.format_exc())
-        return {"error": f"{type(error).__name__}: {error}{failures.searched(error)}"}
+        text = failures.text_of(error)
+        logging.warning("Cannot describe %s: %s\n%s", path, text, traceback.format_exc())
+        return {"cannot": f"{type(error).__name__}: {text}"}
+
+
+def registered() -> tuple[dict[str, Any], dict[str, Any], dict[str, list[Any]]]:
+    """The nodes, front-end folders and model folders that ComfyUI knows now."""
+    import folder_paths
+    import nodes
+    core_nodes()
+    return dict(nodes.NODE_CLASS_MAPPINGS), dict(nodes.EXTENSION_WEB_DIRS), folders_of(folder_paths)
+
+
+def describe_pack(path: Path, module: ModuleType, classes: dict[str, Any], there: tuple[Any, Any, Any], module_parent: str) -> dict[str, Any]:
+    """Register the classes of the imported pack, and describe what it has added to what was `there` before. Raises for nonsense."""
+    import folder_paths
+    import nodes
+    mappings, web, folders = there
     # A pack may also have put its classes there by itself.
     direct = {name: cls for name, cls in nodes.NODE_CLASS_MAPPINGS.items() if name not in mappings and name not in classes}
     replaced = [f"node {name} was replaced" for name, cls in mappings.items() if nodes.NODE_CLASS_MAPPINGS.get(name, cls) is not cls]
     for name, cls in classes.items():
-        if name not in core:        # of two packs with one node id the last has it, and none takes ComfyUI's own
+        if name not in core_nodes():        # of two packs with one node id the last has it, and none takes ComfyUI's own
             nodes.NODE_CLASS_MAPPINGS[name] = cls
         if getattr(cls, "RELATIVE_PYTHON_MODULE", None) is None:
             cls.RELATIVE_PYTHON_MODULE = f"{module_parent}.{path.name.removesuffix('.py')}"
     types = known_types(nodes)
     boot.restore_functions()    # what ComfyUI undoes is no change
+    web_directory = getattr(module, "WEB_DIRECTORY", None)
     return {
         "classes": [describe(name, cls, types) for name, cls in {**classes, **direct}.items()],
         "display_names": {str(k): str(v) for k, v in (getattr(module, "NODE_DISPLAY_NAME_MAPPINGS", None) or {}).items()},
         "v3": not getattr(module, "NODE_CLASS_MAPPINGS", None) and hasattr(module, "comfy_entrypoint"),
-        "web_directory": getattr(module, "WEB_DIRECTORY", None),
-        "web_directories": {name: where for name, where in nodes.EXTENSION_WEB_DIRS.items() if web.get(name) != where},
+        "web_directory": None if web_directory is None else os.fspath(web_directory),
+        "web_directories": {name: os.fspath(where) for name, where in nodes.EXTENSION_WEB_DIRS.items() if web.get(name) != where},
         "folders": {name: value for name, value in folders_of(folder_paths).items() if folders.get(name) != value},
-        "edits": before.changes() + replaced,
+        "edits": replaced,
     }
 
 
@@ -71,8 +94,8 @@ def prestart(path: Path) -> None:
     if path.is_dir() and script.is_file():
         try:
             run_module(str(script.with_suffix("")), script, register=False)
-        except Exception as error:
-            logging.error("Failed to execute startup-script: %s / %s", script, error)
+        except BaseException as error:
+            logging.error("Failed to execute startup-script: %s / %s: %s", script, type(error).__name__, failures.text_of(error))
 
 
 def import_pack(path: Path) -> tuple[ModuleType, dict[str, Any]]:
@@ -104,7 +127,8 @@ def run_module(name: str, file: Path, register: bool = True) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     if register:
         sys.modules[name] = module
-    spec.loader.exec_module(module)
+    with spawning.one_process():
+        spec.loader.exec_module(module)
     return module
 
 
@@ -120,7 +144,7 @@ def known_types(nodes: ModuleType) -> set[str]:
 
 
 def folders_of(folder_paths: ModuleType) -> dict[str, list[Any]]:
-    return {name: [list(paths), sorted(extensions)] for name, (paths, extensions) in folder_paths.folder_names_and_paths.items()}
+    return {name: [[os.fspath(path) for path in paths], sorted(extensions)] for name, (paths, extensions) in folder_paths.folder_names_and_paths.items()}
 
 
 def describe(name: str, cls: Any, types: set[str]) -> dict[str, Any]:

@@ -92,6 +92,24 @@ class Encoder:
             return self._parts(value, "object", {"of": name}, vars(value))
         return self.stay(value)
 
+    def apart(self, value: Any, levels: int = 2) -> Any:
+        """As :meth:`value` for a call or a result with a part that cannot cross at all: what the node knows as one value stays whole."""
+        kind = type(value)
+        if levels and kind is dict and "$" not in value and all(type(key) is str for key in value):
+            return {key: self.apart(item, levels - 1) for key, item in value.items()}
+        if levels and kind in (list, tuple):
+            items = [self.apart(item, 0) for item in value]
+            return items if kind is list else {"$": "tuple", "v": items}
+        gathered: tuple[list[Any], ...] = self.views, self.blocks, self.homeward, self.outward
+        before = [len(each) for each in gathered]
+        try:
+            return self.value(value)
+        except (Stays, RecursionError):
+            self._depth = self._whole = 0
+            for each, length in zip(gathered, before, strict=True):
+                del each[length:]
+            return self.stay(value)
+
     def stay(self, value: Any) -> dict[str, Any]:
         """A handle for an object of this process."""
         if self._whole:

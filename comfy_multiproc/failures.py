@@ -85,7 +85,7 @@ def full_name(class_: type) -> str:
 def describe(error: BaseException, *, depth: int = 0) -> Failure:
     """The exception as JSON. Never raises, whatever its class does."""
     class_ = type(error)
-    failure: Failure = {"type": full_name(class_), "text": _text(error)}
+    failure: Failure = {"type": full_name(class_), "text": text_of(error)}
     if isinstance(error, WorkerError) and error.remote_type:
         failure["type"] = error.remote_type
     for name, known in _known().items():
@@ -145,7 +145,8 @@ def rebuild(failure: Any, where: str = "another process", *, depth: int = 0) -> 
     return error.with_traceback(_traceback(failure.get("frames")))
 
 
-def _text(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """What the exception says. Never raises."""
     try:
         return str(error)[:MAX_TEXT]
     except Exception as e:
@@ -157,7 +158,7 @@ def searched(error: BaseException) -> str:
 
     It names the library at most, and a worker with an environment of its own looks elsewhere than its host does.
     """
-    if not isinstance(error, (OSError, ImportError)) or not LOADER.search(_text(error)):
+    if not isinstance(error, (OSError, ImportError)) or not LOADER.search(text_of(error)):
         return ""
     name = "PATH" if os.name == "nt" else "DYLD_LIBRARY_PATH" if sys.platform == "darwin" else "LD_LIBRARY_PATH"
     return f" (Python: {sys.prefix}; libraries are looked for in {name}={os.environ.get(name, '')} and the system's folders)"

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import pack as packs_module
 from .descriptions import Description, last
+from .failures import WorkerDied
 from .pack import Pack, PackConfigError
 
 if TYPE_CHECKING:
@@ -117,6 +118,8 @@ class Isolation:
         for station in self._stations.values():
             if any(member.name == pack for member in station.packs):
                 return station
+        if pack in self.failed:
+            raise LookupError(f"pack {pack} is not loaded: {self.failed[pack]}")
         raise LookupError(refusal(pack, self.hosted[pack]) if pack in self.hosted else f"pack {pack} is not isolated")
 
     # what proxies and calls need
@@ -175,6 +178,12 @@ class Isolation:
         try:
             said = station.worker.start().result(max(1.0, self._asked + START - time.monotonic())).body
             description = said["packs"][pack.name]
+        except WorkerDied as error:
+            # Whatever ended the worker would end the server too.
+            reason = self.failed[pack.name] = (f"{str(error).partition(chr(10))[0]} while it loaded its packs; they are not loaded in the host, "
+                                               "which might end as well (isolate = false loads them there)")
+            self._leave(pack, station)
+            return self._remembered(pack, f"pack {pack.name} is not loaded: {reason}")
         except Exception as error:
             text = str(error) or f"{type(error).__name__}: its worker did not start within {START:g} s"
             return self._refuse(pack, text, station)
@@ -182,6 +191,8 @@ class Isolation:
             self.failed[pack.name] = description["error"]
             self._leave(pack, station)
             raise ImportError(f"in worker {station.name}: {description['error']}")
+        if "cannot" in description:
+            return self._refuse(pack, f"its nodes cannot be described: {description['cannot']}", station)
         if description["edits"]:
             return self._refuse(pack, f"it changes ComfyUI itself, which only helps in the host: {'; '.join(description['edits'])}", station)
         try:
@@ -215,9 +226,9 @@ class Isolation:
             if interface is None or now is None or before is None:
                 continue    # loading has not come to it yet
             self.failed.pop(pack.name, None)
-            if "error" in now:
-                self.failed[pack.name] = now["error"]
-                logging.error("Pack %s cannot be imported any more, and its nodes are gone: %s", pack.name, now["error"])
+            if (error := now.get("error") or now.get("cannot")) is not None:
+                self.failed[pack.name] = error
+                logging.error("Pack %s cannot be imported any more, and its nodes are gone: %s", pack.name, error)
                 now = NOTHING
             elif now["edits"]:
                 logging.warning("Pack %s changes ComfyUI itself now, which only helps in the host; restart the server: %s", pack.name,
@@ -227,7 +238,7 @@ class Isolation:
             except (InterfaceError, KeyError, TypeError) as error:
                 logging.error("What pack %s offers now cannot be described: %s", pack.name, error)
                 continue
-            if changed and "error" not in said["packs"][pack.name]:
+            if changed and error is None:
                 logging.info("Pack %s offers something else than it did when it was last described: %s", pack.name, ", ".join(changed))
             self._take_over(now)
         if before is not None:
@@ -245,16 +256,17 @@ class Isolation:
             self._give_up(pack, reason)
             if station is not None:
                 self._leave(pack, station)
-        if pack.config.fallback != "refuse":
-            return None
+        return self._remembered(pack, refusal(pack.name, self.hosted.get(pack.name, "unknown"))) if pack.config.fallback == "refuse" else None
+
+    def _remembered(self, pack: Pack, reason: str) -> ModuleType:
+        """A workflow keeps the nodes that the pack had at an earlier start, and what runs one is told why it cannot."""
         known = last(pack.worker, self._groups[pack.worker])
         try:
             if known is not None:
-                # A workflow keeps its nodes, and what runs one is told why it cannot.
                 return self._nodes_of(pack, known)[0]
         except Exception as error:
             logging.debug("what is remembered of pack %s cannot be used: %s", pack.name, error)
-        raise ImportError(refusal(pack.name, self.hosted.get(pack.name, "unknown")))
+        raise ImportError(reason)
 
     def _leave(self, pack: Pack, station: Any) -> None:
         station.without(pack)

@@ -14,9 +14,11 @@ from typing import Any
 
 from comfy.process_memory import moments
 
-from . import boot
+from . import boot, spawning
+from .progress import for_page
 
 OUTPUT = "comfy_multiproc.output"       # marks a result in the newer style
+UI = "what the node returns as ui"
 RECIPE = "comfy_multiproc.recipe"       # marks an input that is to be made here
 
 
@@ -110,7 +112,7 @@ class Nodes:
         if call.executes:
             # Only this process knows its own counter; the executor sets it before each call.
             GraphBuilder.set_default_prefix(call.id, call.index, 0)
-        with CurrentNodeContext(call.prompt, call.id, call.index):
+        with CurrentNodeContext(call.prompt, call.id, call.index), spawning.one_process():
             result = await function(**inputs) if inspect.iscoroutinefunction(function) else function(**inputs)
         if tracker is not None:
             tracker.add(outputs_of(result))
@@ -191,14 +193,17 @@ def is_v3(cls: Any) -> bool:
 
 
 def packed(result: Any) -> Any:
-    """The result with what only this process knows turned into plain data: ``ui`` as a dictionary, exact tuples and lists."""
+    """The result with what only this process knows turned into plain data: ``ui`` as JSON, exact tuples and lists. Raises TypeError
+    for a ``ui`` that is none."""
     from comfy_api.internal import _NodeOutputInternal
     if isinstance(result, _NodeOutputInternal):
         ui = result.ui if result.ui is None or isinstance(result.ui, dict) else result.ui.as_dict()
-        return {OUTPUT: True, "args": tuple(result.args), "ui": ui, "expand": result.expand, "block": result.block_execution}
+        return {OUTPUT: True, "args": tuple(result.args), "ui": for_page(ui, UI), "expand": result.expand, "block": result.block_execution}
     for exact in (tuple, list, dict):
         if isinstance(result, exact) and type(result) is not exact:
-            return exact(result)
+            result = exact(result)
+    if type(result) is dict and "ui" in result:
+        result = {**result, "ui": for_page(result["ui"], UI)}
     return result
 
 

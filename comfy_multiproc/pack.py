@@ -52,11 +52,11 @@ class Pack:
         """The Python that its worker runs on; None is the host's own. Raises PackConfigError if there is none there."""
         if self.config.environment is None:
             return None
-        place = (self.path if self.path.is_dir() else self.path.parent) / os.path.expanduser(self.config.environment)
+        place = (self.path if os.path.isdir(self.path) else self.path.parent) / os.path.expanduser(self.config.environment)
         for python in (place, place / "bin" / "python", place / "Scripts" / "python.exe", place / "python.exe"):
-            if python.is_file():
+            if os.path.isfile(python):
                 return python
-        raise PackConfigError(f"environment of pack {self.name} is {place}, where there is no Python")
+        raise PackConfigError(f"environment of pack {self.name} is {str(place):.500}, where there is no Python")
 
 
 def name_of(path: str | os.PathLike[str]) -> str:
@@ -100,7 +100,7 @@ def find(folders: Iterable[str | os.PathLike[str]], asked: Sequence[str] = ()) -
             continue
         for entry in entries:
             path = Path(folder) / entry
-            loads = entry.endswith(".py") if path.is_file() else path.is_dir()
+            loads = entry.endswith(".py") if os.path.isfile(path) else os.path.isdir(path)
             if loads and entry != "__pycache__" and not entry.endswith(".disabled"):
                 packs.append(decide(path, asked))
     return packs
@@ -115,11 +115,11 @@ def unknown(asked: Iterable[str], packs: Iterable[Pack]) -> list[str]:
 def read(path: Path) -> tuple[PackConfig, str | None]:
     """The configuration of the pack at `path`, and its project name. Raises PackConfigError."""
     file = path / "pyproject.toml"
-    if not path.is_dir() or not file.is_file():
+    if not os.path.isdir(path) or not os.path.isfile(file):
         return PackConfig(), None
     try:
         data = tomllib.loads(file.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:      # ValueError: text, TOML, or a number of thousands of digits
         raise PackConfigError(f"{file} cannot be read: {error}") from error
     project = data.get("project")
     name = project.get("name") if isinstance(project, dict) else None
@@ -133,7 +133,7 @@ def read(path: Path) -> tuple[PackConfig, str | None]:
 def value_of(file: Path, key: str, value: Any) -> Any:
     """A checked value of the table. Raises PackConfigError."""
     def wrong(wanted: str) -> PackConfigError:
-        return PackConfigError(f"{file}: {key} = {value!r} in [tool.{TABLE}] must be {wanted}")
+        return PackConfigError(f"{file}: {key} = {value!r:.200} in [tool.{TABLE}] must be {wanted}")
     if key in ("isolate", "keep_processes"):
         if not isinstance(value, bool):
             raise wrong("true or false")
@@ -159,7 +159,7 @@ def value_of(file: Path, key: str, value: Any) -> Any:
         if value not in ("host", "refuse"):
             raise wrong('"host" or "refuse"')
         return value
-    raise PackConfigError(f"{file}: [tool.{TABLE}] has no key {key!r}; it may have {', '.join(PackConfig.__dataclass_fields__)}")
+    raise PackConfigError(f"{file}: [tool.{TABLE}] has no key {key!r:.200}; it may have {', '.join(PackConfig.__dataclass_fields__)}")
 
 
 def size_of(value: Any) -> int | None:
@@ -168,6 +168,7 @@ def size_of(value: Any) -> int | None:
         return int(value)
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", value, re.IGNORECASE)
-        if match and float(match[1]) > 0:
-            return int(float(match[1]) * UNITS[match[2].upper()])
+        size = float(match[1]) * UNITS[match[2].upper()] if match else 0.0
+        if 0 < size < 1 << 63:
+            return int(size)
     return None

@@ -285,7 +285,7 @@ def add_to(server: Any) -> None:
 async def _body(request: web.Request) -> dict[str, Any]:
     try:
         body = await request.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         body = None
     if not isinstance(body, dict):
         raise Refused(400, "the body must be a JSON object")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
 EVERY = 0.02    # seconds between two updates of one node that bring neither a preview nor the end
+
+PICTURES = (2, 4)       # BinaryEventTypes that come with a picture: UNENCODED_PREVIEW_IMAGE, PREVIEW_IMAGE_WITH_METADATA
 
 
 # in a worker
@@ -46,6 +49,7 @@ class Reporter:
         self.report(node_id or (context and context.node_id), prompt_id or (context and context.prompt_id), value, total, preview_image, bar=True)
 
     def report(self, node: str | None, prompt: str | None, value: float, total: float, preview: Any, *, bar: bool) -> None:
+        value, total = number(value), number(total)
         now = time.monotonic()
         key = node or ""
         if preview is None and value < total and now - self._last.get(key, 0.0) < EVERY:
@@ -65,6 +69,46 @@ class Reporter:
 def executing() -> Any:
     from comfy_execution.utils import get_executing_context
     return get_executing_context()
+
+
+def number(value: Any) -> Any:
+    """The number that the page is shown, also of an array or a tensor with one. Raises TypeError for what is none."""
+    try:
+        return value if type(value) in (int, float) else float(value)
+    except Exception as error:
+        raise TypeError(f"progress must be a number, not {type(value).__name__}: {error}") from None
+
+
+def for_page(value: Any, what: str) -> Any:
+    """The value as the page will have it: JSON. Raises TypeError, which names it as `what`, where it is none.
+
+    ComfyUI's server ends when it is given anything else to send; a node that does so is to fail alone.
+    """
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"{what} cannot be sent to the page, which takes JSON: {error}") from None
+
+
+def message_for_page(event: Any, data: Any, sid: Any) -> dict[str, Any]:
+    """What `send` takes, from what a pack gives ``send_sync``. Raises TypeError."""
+    event = event if isinstance(event, str) else int(event)
+    what = f"message {event!r}"
+    if sid is not None and not isinstance(sid, str):
+        raise TypeError(f"{what}: the page is named by a text, not by {type(sid).__name__}")
+    if event in PICTURES:
+        picture, metadata = data if event == PICTURES[1] else (data, None)
+        for_page(metadata, what)
+        if not (isinstance(picture, (tuple, list)) and len(picture) == 3 and picture[0] in ("JPEG", "PNG") and hasattr(picture[1], "save")
+                and isinstance(picture[2], (int, type(None)))):
+            raise TypeError(f"{what}: a preview is (\"JPEG\" or \"PNG\", picture, its largest side or None)")
+    elif isinstance(data, (bytes, bytearray)):
+        if isinstance(event, str):
+            raise TypeError(f"{what}: bytes are sent with a number for an event")
+        data = bytes(data)
+    else:
+        data = for_page(data, what)
+    return {"event": event, "data": data, "sid": sid}
 
 
 def packed_preview(preview: Any) -> Any:

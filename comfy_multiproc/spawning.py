@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
@@ -163,6 +164,31 @@ def own_session() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     else:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """What a pack's code forks within, and forgets to end, ends here instead of going on as a second one of this process."""
+    pid, code = os.getpid(), 0
+    try:
+        yield
+    except BaseException as error:
+        code = 1
+        if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+            code = error.code or 0
+        elif os.getpid() != pid:
+            traceback.print_exception(error)
+        raise
+    finally:
+        if os.getpid() != pid:
+            os._exit(code & 255)
+
+
+def keep_from_forks(fd: int) -> None:
+    """What this process forks gets the null device in place of the descriptor, so that two never write to one end of a link."""
+    if hasattr(os, "register_at_fork"):
+        null = os.open(os.devnull, os.O_RDWR)
+        os.register_at_fork(after_in_child=lambda: os.dup2(null, fd, inheritable=False) and None)
 
 
 def end_tree(pid: int, token: str, *, keep: bool = False, rounds: int = 5) -> int:

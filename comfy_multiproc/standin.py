@@ -12,6 +12,8 @@ from typing import Any
 
 from aiohttp import web
 
+from .progress import message_for_page
+
 TEXT_EVENT = 3      # BinaryEventTypes.TEXT, which releases before it had the name lack
 QUEUE_METHODS = ("get_tasks_remaining", "get_current_queue", "get_current_queue_volatile", "get_history", "wipe_queue", "wipe_history",
                  "delete_history_item", "set_flag")
@@ -67,8 +69,8 @@ class ServerStandIn:
                              "load the pack in the host (isolate = false) if it needs this")
 
     def send_sync(self, event: Any, data: Any, sid: str | None = None) -> None:
-        """To the page `sid`, or to every page."""
-        self._tell("send", {"event": event if isinstance(event, str) else int(event), "data": data, "sid": sid})
+        """To the page `sid`, or to every page. Raises TypeError for what no page can be sent."""
+        self._tell("send", message_for_page(event, data, sid))
 
     async def send(self, event: Any, data: Any, sid: str | None = None) -> None:
         self.send_sync(event, data, sid)

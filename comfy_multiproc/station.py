@@ -64,7 +64,8 @@ class PackStation:
         """The pack is loaded elsewhere after all. The worker starts again without it, when it is needed."""
         self.packs.remove(pack)
         self.worker.spec = replace(self.worker.spec, packs=packs_data(self.packs))
-        threading.Thread(target=self.worker.stop, name=f"comfy_multiproc: {self.name}", daemon=True).start()
+        if self.worker.pid is not None:     # otherwise that would be the next one, which another pack waits for
+            threading.Thread(target=self.worker.stop, name=f"comfy_multiproc: {self.name}", daemon=True).start()
 
     # calls.Station
 

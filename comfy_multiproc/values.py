@@ -116,7 +116,7 @@ class Codec:
         except (Stays, RecursionError):
             # Too deep, or within itself.
             encoder = Encoder(self.handles.process, self._homewards, card)
-            body = {"v": encoder.stay(value)}
+            body = {"v": encoder.apart(value)}
         files: list[Descriptor] = []
         lent: list[str] = []
         try:

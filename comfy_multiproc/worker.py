@@ -319,8 +319,9 @@ def main(text: str, sock: socket.socket, output: spawning.Inherited) -> None:
     """The whole life of the worker; called by `multiprocessing` in the spawned process."""
     global current
     spawning.own_session()
+    spawning.keep_from_forks(sock.fileno())
     multiprocessing.set_start_method(None, force=True)     # packs find the system's own, as in the host
-    state = json.loads(text)
+    state = {**json.loads(text), "pid": os.getpid()}
     logs.take_over(output.take(), boot.log_level(state))
     faulthandler.enable(sys.stderr, all_threads=False)      # where native code crashes, for the report
     watch_host(state)
@@ -405,6 +406,8 @@ def end_now(state: dict[str, Any]) -> None:
 
 
 def _host_gone(state: dict[str, Any], why: str) -> BaseException:
+    if os.getpid() != state["pid"]:
+        return LinkClosed("a process that was forked from a worker has no link to the host")
     def end() -> None:
         time.sleep(state["grace"])
         end_now(state)

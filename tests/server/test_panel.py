@@ -184,6 +184,7 @@ def test_a_restarted_worker_is_another_process_that_works(one):
     ("release", {"pid": "12"}, 400, "pid must be a whole number"),
     ("release", {"pid": True}, 400, "pid must be a whole number"),
     ("release", b"{", 400, "JSON"),
+    ("release", b"[" * 100000, 400, "JSON"),
     ("release", b"\xff\xfe", 400, "JSON"),
     ("restart", [], 400, "JSON object"),
     ("restart", {}, 400, "say which worker"),

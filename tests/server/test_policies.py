@@ -85,6 +85,17 @@ NODE_CLASS_MAPPINGS = {{"Twin_{name}": Twin{more}}}
 '''
 
 
+RUDE = {
+    "exit": "os._exit(7)\n",
+    "key": "raise KeyboardInterrupt\n",
+    "text": "class Mute(Exception):\n    def __str__(self):\n        raise RuntimeError\nraise Mute\n",
+    "list": "NODE_CLASS_MAPPINGS = [1]\n",
+    "fork": "os.fork() if hasattr(os, 'fork') else None\n",
+    "path": "import pathlib\nWEB_DIRECTORY = pathlib.Path('js')\n",
+    "none": "NODE_CLASS_MAPPINGS['RudeNone'] = None\n",
+}
+
+
 @pytest.fixture(scope="module")
 def imports(tmp_path_factory):
     return tmp_path_factory.mktemp("imports") / "log"
@@ -111,6 +122,11 @@ def server(serve, fork_tree, tmp_path_factory, imports):
         (pack / "twin_names.py").write_text(f"WHO = {name!r}\n")
         (pack / "__init__.py").write_text(TWIN.format(name=name, how="from . import" if group else "import", more=', "Twin": Twin' if group else ""))
         (pack / "pyproject.toml").write_text("[tool.comfyui-multiproc]\nisolate = true\n" + (f'group = "{group}"\n' if group else ""))
+    for name, rude in RUDE.items():
+        pack = folder / f"rude_{name}"
+        pack.mkdir()
+        (pack / "__init__.py").write_text(NODE.format(name=f"Rude_{name}", log=str(imports)) + rude)
+        (pack / "pyproject.toml").write_text(f"[tool.comfyui-multiproc]\nisolate = true\ngroup = \"{'deadly' if name == 'exit' else 'rude'}\"\n")
     return serve(fork_tree, ["--cpu", "--cache-none", "--isolate", "zoo_nodes", "--isolate", "nonsense"],
                  packs=("zoo_nodes", *sorted(folder.iterdir())))
 
@@ -147,6 +163,17 @@ def test_a_missing_environment_by_policy(server, imports):
 def test_a_configuration_that_cannot_be_used_is_said(server):
     assert not packs(server)["wrong"]["isolated"] and "idle_seconds" in packs(server)["wrong"]["reason"]
     assert "--isolate nonsense: there is no such pack" in server.log()
+
+
+def test_a_pack_that_is_rude_when_it_is_imported_is_not_tried_in_the_server_too(server):
+    found = packs(server)
+    for name, word in (("exit", "exit code 7"), ("key", "KeyboardInterrupt"), ("text", "Mute"), ("list", "TypeError"), ("none", "cannot be described")):
+        pack = found[f"rude_{name}"]
+        assert not pack["isolated"] and word in pack["reason"]
+    nodes = server.get("/object_info")
+    assert "Rude_exit" not in nodes and "Rude_key" not in nodes
+    [pid] = {server.run(one(f"Rude_{name}", seed=1)).outputs["n"]["pid"][0] for name in ("fork", "path")}
+    assert packs(server)["rude_path"]["pid"] == pid != server.pid
 
 
 def test_an_isolated_pack_is_imported_once_for_each_start_of_its_worker(server, imports):

@@ -1,6 +1,7 @@
 """Nodes in a worker that go wrong: what the page is told, and that the server and the next prompt do not suffer."""
 
 import asyncio
+import os
 import re
 import time
 
@@ -114,6 +115,30 @@ def test_an_exception_that_only_the_worker_knows(server):
     assert any("zoo_trouble" in line and "odd" in line for line in result.error["traceback"])
     assert result.error["current_inputs"]["how"] == ["odd"]
     assert pid(server) == before
+
+
+@pytest.mark.parametrize("how, word", [("ui_object", "as ui"), ("ui_tensor", "as ui"), ("send_object", "'zoo'"), ("send_preview", "preview"),
+                                       ("send_bytes", "number"), ("send_to", "list")])
+def test_what_no_page_can_be_sent_fails_its_node_alone(server, how, word):
+    before = pid(server)
+    result = server.run(trouble(how))
+    assert result.error["exception_type"] == "TypeError" and word in result.error["exception_message"]
+    assert pid(server) == before
+
+
+def test_what_the_page_takes_need_not_be_plain(server):
+    result = server.run(trouble("ui_text"))
+    assert result.ok and result.outputs["n"]["more"] == ["words"]
+    result = server.run(trouble("progress_tensor"))
+    assert result.ok and [event["data"]["value"] for event in result.events if event["type"] == "progress"] == [4.0]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.parametrize("how", ["fork_exit", "fork_send", "fork_on"])
+def test_what_a_node_forks_is_no_second_worker(server, how):
+    before = pid(server)
+    assert pid(server, how) == before == pid(server)
+    assert workers(server) == {before}
 
 
 @pytest.mark.behaviour(20)

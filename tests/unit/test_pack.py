@@ -58,6 +58,7 @@ def test_every_key(tmp_path):
     ("environment = 3", ("environment",)),
     ('fallback = "maybe"', ("fallback", "refuse")),
     ("isolated = true", ("isolated", "isolate, group")),
+    (f'ram_limit = "{"9" * 400}T"', ("ram_limit", "6G")),
 ])
 def test_what_cannot_be_used_is_named_with_its_file(tmp_path, caplog, table, words):
     path = make(tmp_path, table=table)
@@ -68,9 +69,10 @@ def test_what_cannot_be_used_is_named_with_its_file(tmp_path, caplog, table, wor
         assert word in found.reason and word in caplog.text
 
 
-def test_a_file_that_is_no_toml(tmp_path):
+@pytest.mark.parametrize("text", ["[tool", "\0", f"a = {'[' * 5000}", f"a = {'9' * 5000}"], ids=["half", "zero", "deep", "number"])
+def test_a_file_that_is_no_toml(tmp_path, text):
     path = make(tmp_path)
-    (path / "pyproject.toml").write_text("[tool")
+    (path / "pyproject.toml").write_text(text)
     assert "cannot be read" in pack.decide(path).reason
     assert pack.decide(path, ["one"]).isolated      # whoever starts the server has the last word
 
@@ -88,6 +90,8 @@ def test_the_environment_is_found_beside_the_pack(tmp_path):
     path = make(tmp_path, table='environment = ".venv"')
     with pytest.raises(PackConfigError, match="there is no Python"):
         assert pack.decide(path).python
+    with pytest.raises(PackConfigError, match="there is no Python"):
+        assert pack.decide(make(tmp_path, "long", table=f'environment = "{"x" * 5000}"')).python
     python = path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text("")

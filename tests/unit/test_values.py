@@ -389,8 +389,14 @@ def test_nothing_of_a_model_is_in_the_message(pair):
 def test_a_value_within_itself_stays(pair):
     loop = [1]
     loop.append({"again": loop})
-    handle = pair.to_host(loop)
-    assert type(handle) is Handle and pair.to_worker(handle) is loop
+    deep = loop
+    for _ in range(500):
+        deep = [deep]
+    for shape in (lambda a, b: (a, b), lambda a, b: {"ui": {}, "result": (a, b)}, lambda a, b: {"inputs": {"a": a, "b": b}}):
+        arrived = pair.to_host(shape((deep, torch.ones(2)), 3))
+        a, b = arrived if type(arrived) is tuple else list(arrived.values())[-1] if "result" in arrived else arrived["inputs"].values()
+        assert b == 3 and type(a) is Handle     # a node's other results are not touched
+        assert pair.to_worker((a,))[0][0] is deep
 
 
 @pytest.mark.parametrize("body", [

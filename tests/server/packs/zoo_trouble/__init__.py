@@ -11,6 +11,7 @@ import torch
 
 import comfy.model_management
 import comfy.utils
+from server import PromptServer
 
 
 class Odd(Exception):
@@ -108,6 +109,69 @@ def child():
     process.wait()
 
 
+class Text(str):
+    pass
+
+
+def ui_text():
+    """A text of a class of its own is a text to the page."""
+    return {"more": [Text("words")]}
+
+
+def ui_object():
+    return {"more": [object()]}
+
+
+def ui_tensor():
+    return {"more": [torch.ones(2)]}
+
+
+def send_object():
+    PromptServer.instance.send_sync("zoo", {"it": object()})
+
+
+def send_preview():
+    PromptServer.instance.send_sync(2, "no picture")
+
+
+def send_bytes():
+    PromptServer.instance.send_sync("zoo", b"bytes")
+
+
+def send_to():
+    PromptServer.instance.send_sync("zoo", {}, ["nobody"])
+
+
+def progress_tensor():
+    comfy.utils.ProgressBar(4).update_absolute(torch.tensor(4))
+
+
+def fork_exit():
+    """Forks as scripts do; the process that comes of it is not a second worker."""
+    pid = os.fork()
+    if pid == 0:
+        sys.exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+
+
+def fork_send():
+    pid = os.fork()
+    if pid == 0:
+        try:
+            PromptServer.instance.send_sync("zoo", {})
+        except ConnectionError:
+            os._exit(5)
+        return
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+
+
+def fork_on():
+    """The child has no end of its own."""
+    pid = os.fork()
+    if pid:
+        os.waitpid(pid, 0)
+
+
 def fine():
     pass
 
@@ -123,9 +187,10 @@ class ZooTrouble:
     CATEGORY = "zoo"
 
     def run(self, how, seed):
-        globals()[how]()
-        return {"ui": {"pid": [os.getpid()]}, "result": (seed,)}
+        more = globals()[how]()
+        return {"ui": {"pid": [os.getpid()], **(more or {})}, "result": (seed,)}
 
 
-TROUBLES = (kill, crash, leave, odd, hold, oom, fits, oom_text, oom_code, size, hang, loop, swallow, polite, child, fine)
+TROUBLES = (kill, crash, leave, odd, hold, oom, fits, oom_text, oom_code, size, hang, loop, swallow, polite, child, fine, ui_text, ui_object, ui_tensor,
+            send_object, send_preview, send_bytes, send_to, progress_tensor, fork_exit, fork_send, fork_on)
 NODE_CLASS_MAPPINGS = {"ZooTrouble": ZooTrouble}
