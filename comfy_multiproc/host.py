@@ -512,4 +512,3 @@ def _private_bytes(pid: int | None) -> int:
 def _sharing() -> bool:
     args = getattr(sys.modules.get("comfy.cli_args"), "args", None)
     return not getattr(args, "disable_process_memory", False)
-

@@ -337,5 +337,3 @@ class Peers:
                 self._lost(peer)
             self._peers.clear()
             self._changes = -1
-
-

@@ -257,5 +257,3 @@ def wait(process: BaseProcess, seconds: float) -> int | None:
             return None
         if code is not None or time.monotonic() >= until:
             return code
-
-

@@ -196,5 +196,3 @@ def spec_of(name: str, packs: Sequence[Pack]) -> Spec:
     idle = [pack.config.idle_seconds for pack in packs if pack.config.idle_seconds is not None]
     return Spec(name, packs=packs_data(packs), entry=ENTRY, python=packs[0].python if packs else None, ram_limit=max(limits, default=None),
                 idle_seconds=max(idle, default=None), keep_processes=any(pack.config.keep_processes for pack in packs))
-
-

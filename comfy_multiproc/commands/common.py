@@ -40,5 +40,3 @@ def sources(args: argparse.Namespace, console: Console) -> list[Source]:
         found.append(upstream.checkout(args.path, clean=False))
     releases = args.release or ([] if found else [None])
     return found + [upstream.find(None, release, progress=console.progress) for release in releases]
-
-

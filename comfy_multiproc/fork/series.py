@@ -16,7 +16,7 @@
 
     [[add]]
     path = "comfy/process_memory"          # new files, taken from this tree
-    exclude = ["testing"]                  # names below it that stay behind
+    only = ["provider.py", "ladder.py"]    # names in that folder; without it, all that is there
 """
 
 import tomllib
@@ -57,14 +57,14 @@ class Insert:
 class Add:
     """A file or folder of ours that upstream does not have."""
     path: str
-    exclude: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
 
     def files(self) -> Iterator[tuple[str, bytes]]:
         """Path in the tree and content, sorted."""
         top = PROJECT / self.path
         for file in sorted(top.rglob("*")) if top.is_dir() else [top]:
             inner = file.relative_to(top).parts
-            if file.is_file() and file.suffix != ".pyc" and not any(part in (*JUNK, *self.exclude) for part in inner):
+            if file.is_file() and file.suffix != ".pyc" and not any(part in JUNK for part in inner) and (not self.only or inner[0] in self.only):
                 yield file.relative_to(PROJECT).as_posix(), file.read_bytes()
 
 
@@ -153,10 +153,15 @@ def read_insert(path: Path, index: int, entry: dict[str, Any]) -> Insert:
 
 
 def read_add(path: Path, index: int, entry: dict[str, Any]) -> Add:
-    known(path, f"add {index}", entry, {"path", "exclude"}, {"path"})
-    if not (PROJECT / entry["path"]).exists():
-        raise SeriesError(f"patch {path.name}, add {index}: there is no {entry['path']} in {PROJECT}")
-    return Add(entry["path"], tuple(entry.get("exclude", ())))
+    known(path, f"add {index}", entry, {"path", "only"}, {"path"})
+    only = entry.get("only", [])
+    if not isinstance(only, list) or not all(isinstance(name, str) for name in only):
+        raise SeriesError(f"patch {path.name}, add {index}: only is a list of names in {entry['path']}")
+    for name in ["", *only]:
+        if not (PROJECT / entry["path"] / name).exists():
+            raise SeriesError(f"patch {path.name}, add {index}: there is no {Path(entry['path'], name)} in {PROJECT}")
+    return Add(entry["path"], tuple(only))
+
 
 
 def known(path: Path, place: str, entry: dict[str, Any], allowed: set[str], needed: set[str]) -> None:

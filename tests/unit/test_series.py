@@ -1,5 +1,6 @@
 """Patch files: what is read from them, and what is refused."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -59,6 +60,49 @@ def test_every_patch_names_tests_that_there_are_and_is_in_one_pull_request():
     assert re.findall(r"^\| `(\d\d-[\w-]+)` \|", page, re.MULTILINE) == [patch.name for patch in patches]
 
 
+BUILDER = {"__main__.py", "commands", "console.py", "demo", "doctor.py", "environment.py", "fork", "launch.py"}
+"""What of comfy_multiproc makes the fork, and is no part of it."""
+
+
+def imported(name: str, text: str) -> set[str]:
+    """Modules that a file imports, wherever in it, by absolute name; names that may be no module among them."""
+    package = Path(name).parent.parts
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join([*package[:len(package) - node.level + 1], *filter(None, [node.module])]) if node.level else node.module
+            found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def test_new_files_come_once_and_import_nothing_that_comes_later():
+    ours = {path: data.decode() for patch in series.load() for add in patch.adds for path, data in add.files() if path.endswith(".py")}
+    modules = {".".join(Path(path).with_suffix("").parts).removesuffix(".__init__"): path for path in ours}
+    there: set[str] = set()
+    for patch in series.load():
+        new = [path for add in patch.adds for path, _ in add.files()]
+        assert there.isdisjoint(new), patch.name
+        there.update(new)
+        later = {path: sorted(name for name in imported(path, ours[path]) if modules.get(name, path) not in there) for path in new if path in ours}
+        assert {path: names for path, names in later.items() if names} == {}, patch.name
+
+
+def test_every_file_is_in_the_series_or_belongs_to_the_builder():
+    top = series.PROJECT / "comfy_multiproc"
+    added = {path for patch in series.load() for add in patch.adds for path, _ in add.files()}
+    rest = {path.relative_to(top).parts[0] for path in top.rglob("*.py") if path.relative_to(series.PROJECT).as_posix() not in added}
+    assert rest == BUILDER
+
+
+def test_new_files_are_such_as_git_takes_without_a_warning():
+    for patch in series.load():
+        for add in patch.adds:
+            for path, data in add.files():
+                assert not re.search(rb"[ \t]$|\n\n\Z", data, re.MULTILINE) or not data, path
+
+
 @pytest.mark.parametrize(("old", "new", "message"), [
     ('subject = "a: b"', "", "subject is missing"),
     ('file = "a.py"', "", "insert 1: file is missing"),
@@ -69,6 +113,8 @@ def test_every_patch_names_tests_that_there_are_and_is_in_one_pull_request():
     ("rows =", "tests = 3\nrows =", "tests is a list of paths"),
     ("    if x:\n        hook()", "", "insert 1: code is empty"),
     ("[[insert]]", '[[add]]\npath = "comfy/nowhere"\n\n[[insert]]', "add 1: there is no comfy/nowhere"),
+    ("[[insert]]", '[[add]]\npath = "patches"\nonly = ["none.toml"]\n\n[[insert]]', "add 1: there is no patches/none.toml"),
+    ("[[insert]]", '[[add]]\npath = "patches"\nonly = "none.toml"\n\n[[insert]]', "add 1: only is a list of names in patches"),
     ("where = \"after\"", "where = 3", "insert 1: every value is a string"),
     ("where = \"after\"", "where = \"after\"\nwhere_present = true", "insert 1: where_present is true or false, and needs a scope"),
 ])
