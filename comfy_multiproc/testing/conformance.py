@@ -3,7 +3,7 @@
     def test_my_provider():
         check_provider(lambda: MyProvider(start_my_server()), device="cpu:0", close=MyProvider.stop)
 
-Each rule gets a provider of its own from `make_provider`; it should hold something on `device` that it can give back.
+Each rule gets a provider of its own from `make_provider`; it has to hold something on `device` that it can give back.
 Everything runs with a bound, so a provider that hangs fails the check and does not hang it.
 """
 
@@ -49,34 +49,46 @@ class _Broken(Exception):
     """How a rule is broken."""
 
 
+class _HoldsNothing(Exception):
+    """The rule is about what the provider holds, and that is nothing."""
+
+
 @dataclass
 class Report:
-    """What was checked. `broken` maps a rule to how it is broken."""
+    """What was checked. `broken` maps a rule to how it is broken; `untried` are rules that a provider which holds nothing cannot show."""
 
     name: str
     kept: list[str] = field(default_factory=list)
     broken: dict[str, str] = field(default_factory=dict)
+    untried: list[str] = field(default_factory=list)
+    device: str = ""
 
     @property
     def ok(self) -> bool:
-        return not self.broken
+        return not self.broken and not self.untried
 
     def text(self) -> str:
         """One line for each rule."""
-        lines = [f"{self.name}: {len(self.kept)} rules kept, {len(self.broken)} broken"]
+        untried = f", {len(self.untried)} not tried" if self.untried else ""
+        lines = [f"{self.name}: {len(self.kept)} rules kept, {len(self.broken)} broken{untried}"]
+        if self.untried:
+            lines.append(f"  it holds nothing on {self.device}: make_provider has to return a provider whose process holds something there (is that "
+                         "the device's key in its usage, and has it loaded what it is to give back?)")
         lines += [f"  kept    {rule}" for rule in self.kept]
         lines += [f"  BROKEN  {rule}: {how}" for rule, how in self.broken.items()]
+        lines += [f"  NOT TRIED  {rule}" for rule in self.untried]
         return "\n".join(lines) + "\n"
 
 
 def check_provider(make_provider: Make, *, device: str = "cpu:0", close: Callable[[Any], object] = lambda provider: None,
                    say: Callable[[str], object] | None = None) -> Report:
-    """Run every rule against providers made by `make_provider`, print the outcome, and raise NotConforming if one is broken.
+    """Run every rule against providers made by `make_provider` and print the outcome.
 
-    `device` is the device key that the provider's process holds memory on; `close` is called with each provider at the
-    end of its rule; `say` takes the text instead of standard output.
+    Raises NotConforming, with the outcome for its message, if a rule is broken or could not be tried because the provider holds
+    nothing on `device`. `device` is the device key that the provider's process holds memory on; `close` is called with each
+    provider at the end of its rule; `say` takes the text instead of standard output.
     """
-    report = Report(name="provider")
+    report = Report(name="provider", device=device)
     for rule in RULES:
         words = (rule.__doc__ or "").splitlines()[0].rstrip(".")
         provider = make_provider()
@@ -84,6 +96,8 @@ def check_provider(make_provider: Make, *, device: str = "cpu:0", close: Callabl
             rule(provider, device)
         except _Broken as how:
             report.broken[words] = str(how)
+        except _HoldsNothing:
+            report.untried.append(words)
         else:
             report.kept.append(words)
         finally:
@@ -91,9 +105,9 @@ def check_provider(make_provider: Make, *, device: str = "cpu:0", close: Callabl
         report.name = type(provider).__name__
         if rule is is_a_provider and report.broken:
             break
-    (say or sys.stdout.write)(report.text())
     if not report.ok:
         raise NotConforming(report.text())
+    (say or sys.stdout.write)(report.text())
     return report
 
 
@@ -156,8 +170,16 @@ def held(usage: DeviceUsage) -> int:
     return (usage.resident or 0) + (usage.cached or 0)
 
 
+def needs_holdings(provider: ProcessMemoryProvider, device: str) -> None:
+    """Ends the rule if there is nothing on the device that could be given back. Unknown is not nothing."""
+    usage = count(provider, "usage", device)
+    if usage.resident == 0 and not usage.cached and not any(found.resident for found in count(provider, "candidates", device)):
+        raise _HoldsNothing
+
+
 def give_back(provider: ProcessMemoryProvider, device: str) -> tuple[Candidate | None, ReleaseRequest]:
     """A request for the largest thing that the provider says it could give back."""
+    needs_holdings(provider, device)
     candidates = [found for found in count(provider, "candidates", device) if not found.in_use and found.resident]
     largest = max(candidates, key=lambda found: found.resident, default=None)
     size = largest.resident if largest is not None else max(1, held(count(provider, "usage", device)))
@@ -192,6 +214,8 @@ def candidates_are_part_of_the_usage(provider: ProcessMemoryProvider, device: st
     candidates, usage = count(provider, "candidates", device), count(provider, "usage", device)
     if not isinstance(candidates, Sequence) or not all(isinstance(found, Candidate) for found in candidates):
         raise _Broken("candidates returned something that is no sequence of Candidate")
+    if not candidates:
+        needs_holdings(provider, device)
     if len({found.id for found in candidates}) != len(candidates):
         raise _Broken("two candidates have the same id")
     for found in candidates:
@@ -301,6 +325,7 @@ def survives_a_candidate_that_is_gone(provider: ProcessMemoryProvider, device: s
 
 def takes_any_amount(provider: ProcessMemoryProvider, device: str) -> None:
     """a request for more than it holds is no error."""
+    needs_holdings(provider, device)
     ask(provider, "release", request(device, 1 << 62))
 
 
