@@ -17,7 +17,7 @@ def configure(commands: Any) -> None:
         help="set everything up and start the server",
         usage="comfy_multiproc up [--demo [--keep] [--device cuda]] [--upstream PATH] [--release V] [--dir DIR] [--force] [-- SERVER ARGUMENTS]",
     )
-    parser.add_argument("--demo", action="store_true", help="show on tiny models what the series does, with and without it; no GPU needed")
+    parser.add_argument("--demo", action="store_true", help="show on tiny models what the series does, with and without it: about five minutes on two cores, no GPU needed")
     parser.add_argument("--keep", action="store_true", help="with --demo: leave its server running at the end")
     parser.add_argument("--device", choices=["card", "cuda"], default="card", help="with --demo: a virtual card (default), or the GPU")
     common.build_arguments(parser)

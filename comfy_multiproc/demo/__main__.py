@@ -24,12 +24,15 @@ def main() -> int:
     args = parser.parse_args()
     console = Console()
     args.out.mkdir(parents=True, exist_ok=True)
+    console.say("This takes about five minutes on two cores. What follows names each step as it begins.")
     report = scenario.Report(console.say)
     card = scenario.CARD if args.device == "card" else None
     try:
         with tempfile.TemporaryDirectory(prefix="comfy-demo-", ignore_cleanup_errors=True) as work:
+            console.say("Making tiny models, unless an earlier run has ...")
+            scenario.make_models()
             if card is not None:
-                console.say(f"Without the series: two servers on one virtual card of {card.size >> 20} MiB")
+                console.say(f"Without the series: two servers on one virtual card of {card.size >> 20} MB")
                 scenario.without_series(report, copied(args.upstream, Path(work)), Path(work), card=card)
             console.say("With the series: a server and its workers on the same card")
             scenario.with_series(report, args.fork, Path(work), card=card, keep=keep(console) if args.keep else None)
@@ -48,7 +51,7 @@ def main() -> int:
     console.say(f"Pictures, timeline and report: {args.out}")
     for title, recording in report.recordings.items():
         ran, failed_prompts = (sum(event.kind == kind for event in recording.events) for kind in ("step", "out of memory"))
-        console.say(f"{title[0].upper()}{title[1:]}: {failed_prompts} of {ran} prompts ran out of memory, at most {recording.peak >> 20} of {recording.size >> 20} MiB on the card")
+        console.say(f"{title[0].upper()}{title[1:]}: {failed_prompts} of {ran} prompts ran out of memory, at most {recording.peak >> 20} of {recording.size >> 20} MB on the card")
     console.say(f"{len(report.checks) - len(failed)} of {len(report.checks)} checks hold" + ("" if not failed else ": " + "; ".join(f"NOT: {text}" for text in failed)))
     return 0 if report.ok else 1
 

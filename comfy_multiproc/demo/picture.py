@@ -9,7 +9,7 @@ from .recorder import Recording, Sample
 COLOURS = ["#4878d0", "#ee854a", "#6acc64", "#956cb4", "#d65f5f", "#8c613c"]
 BARS = " ▁▂▃▄▅▆▇█"
 MARKS = {"release": "▼", "out of memory": "×"}
-MIB = 1 << 20
+MB = 1 << 20
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 1400, 470, 90, 80, 24, 150
 SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
 CLAIMED, RELEASED, FAILED = "#c8c8c8", "#007a33", "#c00000"
@@ -30,15 +30,17 @@ def draw(recordings: dict[str, Recording], path: Path) -> None:
 def _panel(canvas, top: int, title: str, recording: Recording, font, small) -> None:
     left, right, upper, lower = LEFT, WIDTH - RIGHT, top + TOP, top + HEIGHT - BOTTOM
     ceiling = max(recording.size, recording.peak) * 1.12
-    length = recording.length or 1.0
+    length = min(recording.length, recording.eventful * 1.04) or 1.0
 
     def x(at: float) -> float:
-        return left + (right - left) * at / length
+        return min(right, left + (right - left) * at / length)
 
     def y(size: float) -> float:
         return lower - (lower - upper) * size / ceiling
 
-    canvas.text((left, top + 10), f"{title}: bytes on a card of {recording.size // MIB} MiB, by process", fill="black", font=font)
+    canvas.text((left, top + 10), f"{title}: bytes on a card of {recording.size // MB} MB, by process", fill="black", font=font)
+    if recording.length - length >= 1:
+        canvas.text((right, top + 12), f"nothing on the card in the {recording.length - length:.0f} s that follow", fill="#333333", font=small, anchor="ra")
     order = list(recording.names)
     for before, after in zip(recording.samples, recording.samples[1:]):
         base = 0
@@ -53,7 +55,7 @@ def _panel(canvas, top: int, title: str, recording: Recording, font, small) -> N
     canvas.line([left, y(recording.size), right, y(recording.size)], fill=FAILED, width=2)
     canvas.text((right - 130, y(recording.size) - 16), "size of the card", fill=FAILED, font=small)
     for share in (0, 0.25, 0.5, 0.75, 1):
-        canvas.text((left - 70, y(recording.size * share) - 7), f"{recording.size * share / MIB:.0f} MiB", fill="black", font=small)
+        canvas.text((left - 70, y(recording.size * share) - 7), f"{recording.size * share / MB:.0f} MB", fill="black", font=small)
     canvas.line([left, lower, right, lower], fill="black")
     tick = next((seconds for seconds in SECONDS if length / seconds <= 16), length)
     for number in range(int(length / tick) + 1):
@@ -78,12 +80,15 @@ def _panel(canvas, top: int, title: str, recording: Recording, font, small) -> N
     for number, pid in enumerate(order):
         canvas.rectangle([place, key, place + 12, key + 12], fill=COLOURS[number % len(COLOURS)])
         place = legend(canvas, place, key, f"{recording.names[pid]} ({pid})", small)
-    canvas.rectangle([place, key, place + 12, key + 12], fill=CLAIMED)
-    place = legend(canvas, place, key, "claimed: admitted, not allocated yet", small)
-    triangle(canvas, place + 6, key + 1)
-    place = legend(canvas, place, key, "given back because another process asked", small)
-    cross(canvas, place + 6, key + 6)
-    legend(canvas, place, key, "out of memory", small)
+    if any(any(sample.claimed.values()) for sample in recording.samples):
+        canvas.rectangle([place, key, place + 12, key + 12], fill=CLAIMED)
+        place = legend(canvas, place, key, "claimed: admitted, not allocated yet", small)
+    if recording.releases():
+        triangle(canvas, place + 6, key + 1)
+        place = legend(canvas, place, key, "given back because another process asked", small)
+    if any(event.kind == "out of memory" for event in recording.events):
+        cross(canvas, place + 6, key + 6)
+        legend(canvas, place, key, "out of memory", small)
 
 
 def legend(canvas, place: float, key: float, words: str, font) -> float:
@@ -119,7 +124,7 @@ def text(recording: Recording, columns: int = 72) -> list[str]:
     for pid, name in recording.names.items():
         sizes = [most(recording.samples, pid, recording.length * column / columns, recording.length * (column + 1) / columns) for column in range(columns)]
         bars = "".join(BARS[min(8, -(-size * 8 // recording.size))] for size in sizes)
-        lines.append(f"  {f'{name} ({pid})':<{width}} |{bars}| at most {max(sizes, default=0) / MIB:.0f} MiB")
+        lines.append(f"  {f'{name} ({pid})':<{width}} |{bars}| at most {max(sizes, default=0) / MB:.0f} MB")
     marks, steps = [" "] * columns, [" "] * columns
     for event in recording.events:
         column = min(columns - 1, int(event.at / (recording.length or 1.0) * columns))
@@ -131,9 +136,11 @@ def text(recording: Recording, columns: int = 72) -> list[str]:
         while column < columns - 1 and steps[column] != " ":
             column += 1
         steps[column] = str(number)[-1]
-    lines.append(f"  {'':<{width}} |{''.join(marks)}| ▼ given back to another process, × out of memory")
+    meaning = {"▼": "given back to another process", "×": "out of memory"}
+    if seen := [f"{mark} {words}" for mark, words in meaning.items() if mark in marks]:
+        lines.append(f"  {'':<{width}} |{''.join(marks)}| {', '.join(seen)}")
     lines.append(f"  {'step':<{width}} |{''.join(steps)}| {recording.length:.0f} s: {', '.join(f'{number} {event.text}' for number, event in enumerate(names, 1))}")
-    lines.append(f"  card: at most {recording.peak // MIB} of {recording.size // MIB} MiB at any moment")
+    lines.append(f"  card: at most {recording.peak // MB} of {recording.size // MB} MB at any moment")
     return lines
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 INTERVAL = 0.01
 ASKED = re.compile(r"(?:\[(?P<who>[^]]+)\] )?Process memory: asked (?P<whom>.+?) for (?P<what>.+?): (?P<outcome>\w+|no answer), (?P<size>\d+) MB")
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 LEVELS = ("DEBUG", "INFO")
 
 
@@ -29,7 +30,7 @@ class Event:
     kind: str       # "step" (of the demonstration) and its "end", "release", "refused" (no room was given), "out of memory"
     text: str
     who: str = ""   # has given memory back
-    size: int = 0   # so many MiB
+    size: int = 0   # so many MB, in the log's sense of 1024 * 1024 bytes
 
 
 @dataclass
@@ -46,8 +47,37 @@ class Recording:
     def length(self) -> float:
         return self.samples[-1].at if self.samples else 0.0
 
+    @property
+    def eventful(self) -> float:
+        """When the last thing began of which there is something to see: a step, or bytes on the card."""
+        seen = [after.at for sample, after in zip(self.samples, self.samples[1:]) if any(sample.held.values()) or any(sample.claimed.values())]
+        return max([*seen, *(event.at for event in self.events if event.kind != "end")], default=0.0)
+
     def releases(self) -> list[Event]:
         return [event for event in self.events if event.kind == "release"]
+
+
+class Outstanding:
+    """What of the claims has not appeared yet.
+
+    A process lowers its claim every few hundredths of a second while its bytes arrive. What has arrived since is in both
+    figures, on the card and as claimed, and is taken from the claim here.
+    """
+
+    def __init__(self) -> None:
+        self._set: dict[int, tuple[int, int]] = {}      # pid -> its claim, and what it held when that was first seen
+
+    def of(self, held: Mapping[int, int], claimed: Mapping[int, int]) -> dict[int, int]:
+        """The claims, less what of them is on the card by now. Both in bytes by process id."""
+        left = {}
+        for pid, claim in claimed.items():
+            before, base = self._set.get(pid, (-1, 0))
+            now = held.get(pid, 0)
+            if claim != before:
+                base = now
+            self._set[pid] = claim, base
+            left[pid] = max(0, claim - max(0, now - base))
+        return left
 
 
 class Recorder:
@@ -59,6 +89,7 @@ class Recorder:
         self._logs = {name: [path, 0] for name, path in logs.items()}
         self._began = time.monotonic()
         self._stop = threading.Event()
+        self._outstanding = Outstanding()
         self._thread = threading.Thread(target=self._run, name="demo recorder", daemon=True)
 
     def __enter__(self) -> Recorder:
@@ -80,6 +111,7 @@ class Recorder:
 
     def _sample(self) -> None:
         held, claimed, names = self._read()
+        claimed = self._outstanding.of(held, claimed)
         now = time.monotonic() - self._began
         self.recording.names.update(names)
         last = self.recording.samples[-1] if self.recording.samples else None
@@ -100,7 +132,7 @@ class Recorder:
             return
         whole = data.rfind(b"\n") + 1
         entry[1] = position + whole
-        for line in data[:whole].decode("utf-8", "replace").splitlines():
+        for line in COLOUR.sub("", data[:whole].decode("utf-8", "replace")).splitlines():
             if asked := ASKED.search(line):
                 who = f"worker {asked['who']}" if asked["who"] and asked["who"] not in LEVELS else name
                 kind, size = "release" if asked["outcome"] == "freed" else "refused", int(asked["size"])

@@ -28,6 +28,9 @@ PACKS = [EXAMPLES / "packs" / name for name in ("checkpoint_pack", "tint_pack")]
 CARD = CardSettings(size=300 << 20)
 """Room for one of the two checkpoints (about 250 MiB each), not for both."""
 
+TOGETHER = 5
+"""How often the card is read again, at most, because claims have changed meanwhile."""
+
 CANCEL_SECONDS = 15.0
 """Within which a cancelled prompt has ended: the grace period of 5 s and a slow machine."""
 
@@ -58,6 +61,11 @@ def workflow(name: str, **inputs: Any) -> dict[str, Any]:
     return graph
 
 
+def make_models() -> Path:
+    """The folder of the models that the workflows name."""
+    return tiny_models.ensure(workflows.models_of(workflow("host")))
+
+
 def ledger_rows(runtime: Path) -> list[dict[str, Any]]:
     """Every process in the ledger of this demonstration, as `top --json` says it."""
     from comfy_multiproc.commands import top
@@ -72,17 +80,28 @@ def ledger_rows(runtime: Path) -> list[dict[str, Any]]:
         os.environ.pop("COMFY_MULTIPROC_RUNTIME") if before is None else os.environ.update(COMFY_MULTIPROC_RUNTIME=before)
 
 
+def claims_of(rows: list[dict[str, Any]]) -> dict[int, int]:
+    """Bytes claimed by process id."""
+    return {row["pid"]: held["claimed"] or 0 for row in rows for held in row["devices"]}
+
+
 def with_series(report: Report, tree: Path, work: Path, *, card: CardSettings | None, keep: Callable[[Server], None] | None = None) -> None:
     """The fork, its two example packs isolated in workers."""
-    models = tiny_models.ensure(workflows.models_of(workflow("host")))
+    models = make_models()
+    report.say("  starting the server ...")
     runtime, card_file = work / "runtime", work / "card"
     runtime.mkdir(mode=0o700)
 
     def read() -> tuple[dict[int, int], dict[int, int], dict[int, str]]:
-        reading = read_card(card_file) if card is not None else None    # before the claims, which shrink as the bytes appear
         rows = ledger_rows(runtime)
+        for _ in range(TOGETHER):
+            # The card and the claims of one moment: between the two somebody may have given back what another claims.
+            reading, before = read_card(card_file) if card is not None else None, rows
+            rows = ledger_rows(runtime)
+            if claims_of(rows) == claims_of(before):
+                break
         names = {row["pid"]: row["name"] for row in rows}
-        claimed = {row["pid"]: held["claimed"] or 0 for row in rows for held in row["devices"]}
+        claimed = claims_of(rows)
         if reading is None:
             return {row["pid"]: top_occupied(held) for row in rows for held in row["devices"]}, claimed, names
         held = {process.pid: process.total for process in reading.processes if process.total}
@@ -99,6 +118,7 @@ def with_series(report: Report, tree: Path, work: Path, *, card: CardSettings | 
         pids = [row["pid"] for row in ledger_rows(runtime)]
         if keep is not None:
             keep(server)
+        report.say("  stopping the server ...")
     left = [pid for pid in pids if alive(pid)]
     report.check(not left, f"no process is left after the server has stopped ({len(pids)} had run)")
 
@@ -147,7 +167,7 @@ def _run_all(report: Report, server: Server, recorder: Recorder, runtime: Path, 
     report.check(victim is not None and "signal 9" in message.lower() or "SIGKILL" in message, f"a killed worker is named in the error: {message.strip().splitlines()[0] if message else 'no error'}")
     report.check(step("after it", workflow("tint", steps=2)).ok, "the next prompt runs in a new worker")
     if small_card:
-        report.check(recording.peak <= recording.size, f"never more on the card than it holds ({recording.peak >> 20} of {recording.size >> 20} MiB at most)")
+        report.check(recording.peak <= recording.size, f"never more on the card than it holds ({recording.peak >> 20} of {recording.size >> 20} MB at most)")
     report.check(not any(event.kind == "out of memory" for event in recording.events), "no prompt ran out of memory")
 
 
@@ -166,7 +186,8 @@ async def _while_running(server: Server, prompt: dict[str, Any], busy: Callable[
 
 def without_series(report: Report, tree: Path, work: Path, *, card: CardSettings) -> None:
     """Two unmodified servers in the same roles."""
-    models = tiny_models.ensure(workflows.models_of(workflow("host")))
+    models = make_models()
+    report.say("  starting two servers ...")
     card_file = work / "card-without"
     with ExitStack() as stack:
         first, second = (stack.enter_context(start_server(tree, models=models, card=card, card_file=card_file)) for _ in range(2))
@@ -183,11 +204,12 @@ def without_series(report: Report, tree: Path, work: Path, *, card: CardSettings
         with recorder:
             for text, server, seed in (("server 1", first, 1), ("server 2", second, 1), ("server 1", first, 2), ("server 2", second, 2)):
                 recorder.mark("step", text)
+                report.say(f"  {text} makes a picture ...")
                 result = server.run(workflow("host", seed=seed))
                 if not result.ok:
                     failures += 1
                     recorder.mark("out of memory", text)
-                report.say(f"  {text} ... {_outcome(result)}")
+                report.say(f"       {_outcome(result)}")
     report.check(failures > 0, f"without the series the same work fails: {failures} of 4 prompts ran out of memory beside a model that nobody used")
 
 
