@@ -94,7 +94,7 @@ def prestart(path: Path) -> None:
     if path.is_dir() and script.is_file():
         try:
             run_module(str(script.with_suffix("")), script, register=False)
-        except BaseException as error:
+        except (Exception, SystemExit) as error:
             logging.error("Failed to execute startup-script: %s / %s: %s", script, type(error).__name__, failures.text_of(error))
 
 

@@ -165,7 +165,10 @@ def runtime_folder() -> Path:
             raise LedgerError(f"{folder} belongs to another user; remove it, or set COMFY_MULTIPROC_RUNTIME to a folder "
                               "that you own")
         if found.st_mode & 0o077:
-            os.chmod(folder, 0o700)
+            try:
+                os.chmod(folder, 0o700)
+            except OSError as e:
+                raise LedgerError(f"cannot make {folder} private: {e.strerror}; set COMFY_MULTIPROC_RUNTIME to a folder that you own") from None
     return folder
 
 

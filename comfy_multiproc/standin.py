@@ -62,6 +62,7 @@ class ServerStandIn:
         self.prompt_queue = QueueStandIn(ask)
         self.node_replace_manager = NodeReplaceStandIn()
         self._tell = tell
+        self._trial = web.Application()
         self._runner: web.AppRunner | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -112,7 +113,9 @@ class ServerStandIn:
         self.node_replace_manager.registered.clear()
 
     def announced(self) -> list[dict[str, Any]]:
-        """Every route that the host has to forward, as JSON; the ones with ``app`` have no twin under /api."""
+        """Every route that the host has to forward, as JSON; the ones with ``app`` have no twin under /api. Routes that no server
+        takes are dropped, and the log names them: the host would not start with them."""
+        self.routes._items[:] = [route for route in self.routes if self._takes(route)]
         found: list[dict[str, Any]] = [{"method": route.method, "path": route.path} for route in self.routes if isinstance(route, web.RouteDef)]
         found += [{"method": "GET", "path": f"{route.prefix.rstrip('/')}/{{path:.*}}", "app": True}
                   for route in self.routes if isinstance(route, web.StaticDef)]
@@ -122,6 +125,14 @@ class ServerStandIn:
             methods = ["*"] if isinstance(resource, web.PrefixedSubAppResource) else [route.method for route in resource]
             found += [{"method": method, "path": path, "app": True} for method in methods if method != "HEAD"]
         return found
+
+    def _takes(self, route: web.AbstractRouteDef) -> bool:
+        try:
+            route.register(self._trial.router)
+        except Exception as error:
+            logging.error("%r cannot be registered and is left out: %s", route, error)
+            return False
+        return True
 
     async def serve(self) -> None:
         """Be ready for :meth:`connect`; nothing can be registered any more. On the service's loop."""

@@ -92,6 +92,9 @@ RUDE = {
     "list": "NODE_CLASS_MAPPINGS = [1]\n",
     "fork": "os.fork() if hasattr(os, 'fork') else None\n",
     "path": "import pathlib\nWEB_DIRECTORY = pathlib.Path('js')\n",
+    "route": "from server import PromptServer\nfor path in ('/{bad', 'bad', '/rude/good'):\n"
+             "    @PromptServer.instance.routes.get(path)\n    async def answer(request):\n"
+             "        from aiohttp import web\n        return web.json_response('good')\n",
     "none": "NODE_CLASS_MAPPINGS['RudeNone'] = None\n",
 }
 
@@ -172,8 +175,9 @@ def test_a_pack_that_is_rude_when_it_is_imported_is_not_tried_in_the_server_too(
         assert not pack["isolated"] and word in pack["reason"]
     nodes = server.get("/object_info")
     assert "Rude_exit" not in nodes and "Rude_key" not in nodes
-    [pid] = {server.run(one(f"Rude_{name}", seed=1)).outputs["n"]["pid"][0] for name in ("fork", "path")}
+    [pid] = {server.run(one(f"Rude_{name}", seed=1)).outputs["n"]["pid"][0] for name in ("fork", "path", "route")}
     assert packs(server)["rude_path"]["pid"] == pid != server.pid
+    assert server.get("/rude/good") == server.get("/api/rude/good") == "good"
 
 
 def test_an_isolated_pack_is_imported_once_for_each_start_of_its_worker(server, imports):

@@ -1,6 +1,7 @@
 """The ledger: what one process writes is what every other reads, whatever happens to either of them."""
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import subprocess
@@ -324,6 +325,14 @@ def test_a_folder_that_cannot_be_used_is_named_with_the_way_out(tmp_path, monkey
     os.symlink(tmp_path, tmp_path / "link")
     monkeypatch.setenv("COMFY_MULTIPROC_RUNTIME", str(tmp_path / "link"))
     with pytest.raises(LedgerError, match="not a folder"):
+        runtime_folder()
+    (tmp_path / "open").mkdir(mode=0o755)
+    monkeypatch.setenv("COMFY_MULTIPROC_RUNTIME", str(tmp_path / "open"))
+
+    def chmod(*args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+    with monkeypatch.context() as patch, pytest.raises(LedgerError, match=r"open private: Read-only.*COMFY_MULTIPROC_RUNTIME"):
+        patch.setattr(os, "chmod", chmod)
         runtime_folder()
 
 
