@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def configure(commands: Any) -> None:
     export.set_defaults(run=run_export)
 
     show = actions.add_parser("show", help="list the patches, or show one")
-    show.add_argument("patch", nargs="?", metavar="PATCH", help="its name or the beginning of it, such as 0002")
+    show.add_argument("patch", nargs="?", metavar="PATCH", help="its name or the beginning of it, such as 11")
     show.set_defaults(run=run_show)
 
 
@@ -52,11 +53,14 @@ def run_check(args: argparse.Namespace, console: Console) -> int:
 
 def run_apply(args: argparse.Namespace, console: Console) -> int:
     built = tree.apply(args.path.expanduser().absolute(), force=args.force, progress=console.progress)
-    console.say(f"the series is on the branch multiproc of {built.path} (ComfyUI {built.version})")
+    console.say(f"the series is on the branch multiproc of {built.path} (ComfyUI {built.version}), which is checked out: start ComfyUI there as always. "
+                "Back: git switch -; to remove it: git branch -D multiproc")
     return 0
 
 
 def run_export(args: argparse.Namespace, console: Console) -> int:
+    if args.author is not None and not re.fullmatch(r"[^<>\n]*[^<>\s] <[^<>\s]+>", args.author):
+        raise ForkError(f"--author {args.author!r} is not of the form \"Name <mail>\"")
     source = upstream.find(args.path, args.release, progress=console.progress)
     for file in tree.export(source, args.out.expanduser().absolute(), author=args.author, progress=console.progress):
         console.say(str(file))
@@ -78,14 +82,16 @@ def run_show(args: argparse.Namespace, console: Console) -> int:
 
 
 def describe(patch: series.Patch) -> str:
-    """A patch in full: message, rows, and each insert and added path."""
+    """A patch: message, rows, each insert, and the names of new files."""
     parts = [patch.message.rstrip()]
     if patch.rows:
-        parts.append("rows: " + ", ".join(map(str, patch.rows)))
+        parts.append("rows of docs/rows.md: " + ", ".join(map(str, patch.rows)))
     for insert in patch.inserts:
         anchor = insert.anchor
         when = f", from {insert.since}" * bool(insert.since) + f", before {insert.until}" * bool(insert.until)
         head = f"{anchor.file}, {anchor.scope or 'module level'}: {anchor}{when}"
         parts.append(head + "\n" + "\n".join(f"    + {line}".rstrip() for line in insert.code.splitlines()))
-    parts += [f"new: {add.path}" + (f" without {', '.join(add.exclude)}" if add.exclude else "") for add in patch.adds]
+    new = [f"    + {path} ({len(data.splitlines())} lines)" for add in patch.adds for path, data in add.files()]
+    if new:
+        parts.append("\n".join(["new files", *new]))
     return "\n\n".join(parts)

@@ -95,7 +95,7 @@ def checkout(path: Path, *, force: bool = False, clean: bool = True) -> Source:
     by = patched_by(path)
     if by is not None and not force:
         raise UpstreamError(
-            f"{path} already has the series in it (comfy_multiproc {by}): give a checkout without it, or --force to build it anew"
+            f"{path} already has the series in it (comfy_multiproc {by}): give a checkout without it; where --force is an option, that builds it anew"
         )
     if clean and (path / ".git").exists():
         changed = git.run("status", "--porcelain", "--untracked-files=no", cwd=path).splitlines()

@@ -70,6 +70,7 @@ def test_an_old_python_can_read_the_file_that_refuses_it() -> None:
         (["series", "apply", "{tmp}/nothing"], "does not exist"),
         (["series", "export", "{tmp}", "--out", "{tmp}/out"], "is not a ComfyUI tree"),
         (["series", "show", "nothing"], "names no patch: choose from"),
+        (["series", "export", "--out", "{tmp}/out", "--author", "nobody"], "is not of the form \"Name <mail>\""),
         (["test", "everything"], "there is no test level 'everything': choose from unit"),
         (["build", "--", "x"], "build takes nothing after --"),
         (["up", "--", "--port", "many"], "server arguments are not understood"),
