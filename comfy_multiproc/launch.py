@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .fork import running
 from .fork.errors import ForkError, ToolError
 
 GRACE = 15.0
@@ -25,6 +26,10 @@ DEVICE_ARGUMENTS = frozenset(
     # These exclude --cpu in the server's own argument parser.
     + ("--gpu-only", "--highvram", "--normalvram", "--lowvram", "--novram")
 )
+
+
+PORTS = 50
+"""How many ports above one that is in use are looked at."""
 
 
 @dataclass(frozen=True)
@@ -57,26 +62,29 @@ class Address:
         """Raises `ForkError` if something listens there already, or if this user may not."""
         for host in self.hosts:
             try:
-                family, kind, proto, _, address = socket.getaddrinfo(host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-            except OSError as error:
+                _bind(host, self.port)
+            except socket.gaierror as error:
                 raise ForkError(f"--listen {host} is no address of this machine ({error.strerror})") from error
-            try:
-                with socket.socket(family, kind, proto) as probe:
-                    if os.name == "posix":
-                        # As the server does it; without this a port that was just given up still counts as taken.
-                        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    if family == socket.AF_INET6:
-                        probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                    probe.bind(address)
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
-                    raise ForkError(
-                        f"port {self.port} on {host} is in use: stop what listens there, or choose another port (-- --port {self.port + 1})"
-                    ) from error
+                    free = self.another_port()
+                    how = f" (-- --port {free})" if free else ""
+                    raise ForkError(f"port {self.port} on {host} is in use: stop what listens there, or choose another port{how}") from error
                 if error.errno in (errno.EACCES, errno.EPERM):
                     raise ForkError(f"you may not listen on port {self.port}: choose one above 1023 (-- --port 8188)") from error
                 if error.errno != errno.EAFNOSUPPORT:
                     raise ForkError(f"cannot listen on {host}, port {self.port}: {(error.strerror or str(error)).lower()}") from error
+
+    def another_port(self) -> int | None:
+        """A port above this one on which nothing listens now."""
+        for port in range(self.port + 1, min(self.port + PORTS, 65535) + 1):
+            try:
+                for host in self.hosts:
+                    _bind(host, port)
+            except OSError:
+                continue
+            return port
+        return None
 
     def answers(self) -> bool:
         """Whether a server answers there now (one request, at most 2 seconds)."""
@@ -94,6 +102,26 @@ class Address:
             return False
 
 
+def _bind(host: str, port: int) -> None:
+    """Listen there for a moment, as the server would. Raises OSError."""
+    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    with socket.socket(family, kind, proto) as probe:
+        if os.name == "posix":
+            # Without this a port that was just given up still counts as taken.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        probe.bind(address)
+
+
+def database_argument(tree: Path, arguments: Sequence[str], port: int) -> list[str]:
+    """A database of its own for a second server of `tree`, which cannot open the one that the first has locked."""
+    given = any(argument.split("=")[0] == "--database-url" for argument in arguments)
+    if given or not running.database_in_use(tree):
+        return []
+    return ["--database-url", f"sqlite:///{(tree / running.DATABASE).with_name(f'comfyui-{port}.db').absolute()}"]
+
+
 def device_argument(arguments: Sequence[str]) -> str | None:
     """The first of the server arguments that chooses a device or what to keep on it."""
     return next((argument for argument in arguments if argument.split("=")[0] in DEVICE_ARGUMENTS), None)
@@ -102,19 +130,20 @@ def device_argument(arguments: Sequence[str]) -> str | None:
 def serve(python: Path, tree: Path, arguments: Sequence[str], *, answered: Callable[[], None], address: Address) -> int:
     """Runs the server of `tree` until it ends; returns its exit code (128 + the signal if one ended it).
 
-    `answered` is called once, in this thread, when the server answers. Ctrl-C, SIGTERM and SIGHUP ask it to stop the way Ctrl-C
-    does; the second time it is told to, and whatever is left of its process group after `GRACE` seconds is killed.
+    `answered` is called once, in this thread, when the server answers. From then on Ctrl-C, SIGTERM and SIGHUP ask it to stop the
+    way Ctrl-C does, while before there is nothing to finish and it is just ended; the second time it is told to, and whatever is left of its process group after `GRACE` seconds is killed.
     Must be called in the main thread.
     """
     own_group: dict[str, Any] = {"process_group": 0} if os.name == "posix" else {}
     asked: list[float] = []
+    waiting = True
     server: subprocess.Popen[bytes] | None = None
 
     def stop(number: int, frame: object) -> None:
         asked.append(time.monotonic())
         # Elsewhere than on posix the console has told the server already.
         if server is not None and os.name == "posix":
-            _signal(server, signal.SIGINT if len(asked) == 1 else signal.SIGTERM)
+            _signal(server, signal.SIGTERM if waiting or len(asked) > 1 else signal.SIGINT)
 
     numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
     before = {number: signal.signal(number, stop) for number in numbers}
@@ -125,8 +154,7 @@ def serve(python: Path, tree: Path, arguments: Sequence[str], *, answered: Calla
         except OSError as error:
             raise ToolError(f"cannot start the server in {tree}: {(error.strerror or str(error)).lower()}") from error
         if asked:
-            _signal(server, signal.SIGINT)
-        waiting = True
+            _signal(server, signal.SIGTERM)
         while True:
             try:
                 code = server.wait(0.3)

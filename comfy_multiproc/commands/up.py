@@ -39,6 +39,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
     # With --base-directory ComfyUI makes its user folder there, and still opens its database in this one.
     with writing(built.path):
         (built.path / "user").mkdir(exist_ok=True)
+    if database := launch.database_argument(built.path, args.rest, address.port):
+        console.note("another server of this folder has its database open: this one gets its own, " + database[1].rpartition("/")[2])
+        arguments += database
     console.progress(f"Starting ComfyUI {built.version} in {built.path}")
     console.settle()
     return launch.serve(

@@ -21,6 +21,22 @@ else:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def held(path: Path) -> bool:
+    """Whether another process has locked the file at `path`, which is not made; ComfyUI locks its database in the same way."""
+    try:
+        handle = os.open(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        _try(handle)
+    except OSError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(handle)
+
+
 @contextlib.contextmanager
 def locked(target: Path, patience: float = 300.0) -> Iterator[None]:
     """Holds the lock of `target`, a file beside it. The system lets go of it when the process ends.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import cache, commits, git, series
+from . import cache, commits, git, running, series
 from .errors import TargetError, ToolError, UpstreamError, writing
 from .locking import locked
 from .plan import Plan, make_plan
@@ -79,6 +79,8 @@ def build(source: Source, target: Path, *, force: bool = False, progress: Progre
                     raise TargetError(f"{target} has edits that a build would overwrite ({edited}): commit them elsewhere, or --force to discard them")
                 if note["stamp"] == stamp and not force:
                     return Built(target, source.version, note["base"], note["head"], reused=True)
+            if running_there := running.describe(target):
+                raise TargetError(f"{target} would be changed, and {running_there}: stop that first, or choose another --dir")
             progress(f"updating {target} to ComfyUI {source.version} with {len(plan.patches)} patches")
             if base is not None:
                 git.run("fetch", "--quiet", "--no-tags", str(source.path), base, cwd=target)

@@ -11,9 +11,11 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
+import filelock
 import pytest
 
 from comfy_multiproc import doctor, launch
@@ -196,7 +198,34 @@ def test_a_port_in_use_is_said_before_anything_starts() -> None:
         port = other.getsockname()[1]
         done = comfy_multiproc("up", "--upstream", "/nonexistent", "--", "--port", str(port))
     assert done.returncode == 2 and f"port {port} on 127.0.0.1 is in use" in done.stderr
+    launch.Address.of(["--port", done.stderr.partition("-- --port ")[2].partition(")")[0]]).check_free()
     launch.Address.of(["--port", str(port)]).check_free()
+
+
+def test_the_port_that_is_suggested_is_free() -> None:
+    with ExitStack() as stack:
+        for port in range(20000, 30000, 7):
+            first, second = (stack.enter_context(socket.socket()) for _ in range(2))
+            try:
+                for number, listener in enumerate((first, second)):
+                    listener.bind(("127.0.0.1", port + number))
+                    listener.listen()
+                break
+            except OSError:
+                continue
+        with pytest.raises(ForkError, match="is in use") as raised:
+            launch.Address.of(["--port", str(port)]).check_free()
+        assert f"--port {port + 1})" not in str(raised.value)
+
+
+def test_a_second_server_of_a_folder_gets_a_database_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "user").mkdir()
+    assert launch.database_argument(tmp_path, [], 8190) == []
+    lock = filelock.FileLock(tmp_path / "user" / "comfyui.db.lock")       # as ComfyUI holds it
+    with lock:
+        assert launch.database_argument(tmp_path, [], 8190) == ["--database-url", f"sqlite:///{tmp_path}/user/comfyui-8190.db"]
+        assert launch.database_argument(tmp_path, ["--database-url=sqlite://"], 8190) == []
+    assert launch.database_argument(tmp_path, [], 8190) == []
 
 
 def test_a_host_that_is_not_ours() -> None:
@@ -240,6 +269,11 @@ SERVER = """
                               stdout=subprocess.PIPE)
     worker.stdout.readline()
     print("pids", os.getpid(), worker.pid, flush=True)
+    if mode == "slow":
+        try:
+            time.sleep(600)
+        finally:
+            print("Traceback", flush=True)
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
@@ -308,6 +342,17 @@ def test_a_server_is_stopped_cleanly_and_gives_its_exit_code(start: Callable[[st
     rest, _ = process.communicate(timeout=60)
     assert process.returncode == 7
     assert "stopped cleanly" in rest and "tree ö" in rest
+    assert not any(alive(pid) for pid in pids)
+
+
+@needs_posix
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_server_that_is_stopped_while_it_starts_says_nothing(start: Callable[[str], subprocess.Popen[str]], number: int) -> None:
+    process = start("slow")
+    pids = [int(pid) for pid in until(process, "pids").split()[1:]]
+    process.send_signal(number)
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM and rest == ""
     assert not any(alive(pid) for pid in pids)
 
 

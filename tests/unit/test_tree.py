@@ -259,6 +259,30 @@ print(tree.build(upstream.checkout(Path({str(repository)!r})), Path({str(tmp_pat
     assert said == ["False", "True", "True"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+@pytest.mark.parametrize("command", [["main.py", "--port", "1"], ["{fork}/main.py"]])
+def test_a_fork_is_not_changed_under_a_server_that_runs_from_it(project, repository, tmp_path, command):
+    fork = tree.build(checkout(repository), tmp_path / "fork").path
+    program = "import sys; print(flush=True); input()"
+    (fork / "main.py").write_text(program)
+    git.run("update-index", "--assume-unchanged", "main.py", cwd=fork)
+    command = [argument.replace("{fork}", str(fork)) for argument in command]
+    server = subprocess.Popen([sys.executable, *command], cwd=fork if command[0] == "main.py" else tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        server.stdout.readline()
+        assert tree.build(checkout(repository), fork).reused
+        (project / "patches" / "03-c.toml").write_text(PATCH.format(name="c"))
+        with pytest.raises(TargetError, match=rf"a server runs from it \(pid {server.pid}\): stop that first"):
+            tree.build(checkout(repository), fork)
+        assert len(series_of(fork)) == 3
+    finally:
+        server.kill()
+        server.communicate(timeout=30)
+    git.run("update-index", "--no-assume-unchanged", "main.py", cwd=fork)
+    git.run("checkout", "--quiet", "main.py", cwd=fork)
+    assert not tree.build(checkout(repository), fork).reused
+
+
 def test_a_killed_builder_leaves_no_lock(project, repository, tmp_path):
     code = f"from pathlib import Path\nfrom comfy_multiproc.fork.locking import locked\nwith locked(Path({str(tmp_path / 'fork')!r})):\n    print('held', flush=True)\n    input()"
     holder = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(Path(tree.__file__).parents[2])},
