@@ -3,6 +3,7 @@
 import argparse
 import errno
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -23,6 +24,8 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in COMMANDS:
         module.configure(commands)
+    for parser in commands.choices.values():
+        parser.set_defaults(parser=parser)
     return top
 
 
@@ -31,9 +34,14 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
     console = console or Console()
     own, rest = split(list(sys.argv[1:] if arguments is None else arguments))
     top = parser()
-    args = top.parse_args(own)
-    if rest and not getattr(args, "takes_rest", False):
-        top.error(f"{args.command} takes nothing after --")
+    args, unknown = top.parse_known_args(own)
+    behind = getattr(args, "takes_rest", None)
+    if unknown:
+        # By the command's own parser, so that it is the command's usage that is shown.
+        hint = f"; options of {behind} go behind --: {args.command} -- {shlex.join([*unknown, *rest])}" if behind else ""
+        args.parser.error(f"{args.command} does not know {shlex.join(unknown)}{hint}")
+    if rest and not behind:
+        args.parser.error(f"{args.command} takes nothing after --")
     args.rest = rest
     try:
         return args.run(args, console)

@@ -24,16 +24,18 @@ def configure(commands: Any) -> None:
     parser = commands.add_parser(
         "test",
         help="set everything up and run the tests",
-        usage="comfy_multiproc test [LEVEL ...] [--rows] [--upstream PATH] [--release V] [--dir DIR] [--force] [-- PYTEST ARGUMENTS]",
+        usage="comfy_multiproc test [LEVEL | FILE ...] [--rows] [--upstream PATH] [--release V] [--dir DIR] [--force] [-- PYTEST ARGUMENTS]",
     )
-    parser.add_argument("level", nargs="*", metavar="LEVEL", help="folders below tests/ (default: all)")
+    parser.add_argument("level", nargs="*", metavar="LEVEL | FILE", help="folders below tests/, or files and tests in them such as tests/unit/test_values.py (default: all)")
     parser.add_argument("--rows", action="store_true", help="write docs/rows.md from this run, which must be of all levels")
     common.build_arguments(parser)
-    parser.set_defaults(run=run, takes_rest=True)
+    parser.set_defaults(run=run, takes_rest="pytest")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     root = project_root()
+    args.level, files = apart(root, args.level)
+    args.rest = [*files, *args.rest]
     chosen = choose(args.level, levels(root))
     if args.rows and (args.rest or chosen != levels(root)):
         raise ForkError("--rows writes what all tests show: give no LEVEL and no pytest arguments with it")
@@ -92,6 +94,19 @@ def places(root: Path, arguments: list[str]) -> dict[str, list[str]]:
         if argument.startswith("tests/") and (path := Path(argument.partition("::")[0])).parts[1:] and (root / path).exists():
             found.setdefault(path.parts[1], []).append(argument)
     return found
+
+
+def apart(root: Path, asked: list[str]) -> tuple[list[str], list[str]]:
+    """Levels, and the files and tests that were named among them, as pytest is to be given them."""
+    named = [name for name in asked if "/" in name or "::" in name]
+    files = []
+    for name in named:
+        file, colons, test = name.partition("::")
+        path = next((path for path in (Path(os.path.abspath(file)), root / file) if path.exists() and path.is_relative_to(root / "tests")), None)
+        if path is None:
+            raise ForkError(f"there is no {file} below {root / 'tests'}")
+        files.append(path.relative_to(root).as_posix() + colons + test)
+    return [name for name in asked if name not in named], files
 
 
 def levels(root: Path) -> list[str]:

@@ -21,7 +21,7 @@ def configure(commands: Any) -> None:
     parser.add_argument("--keep", action="store_true", help="with --demo: leave its server running at the end")
     parser.add_argument("--device", choices=["card", "cuda"], default="card", help="with --demo: a virtual card (default), or the GPU")
     common.build_arguments(parser)
-    parser.set_defaults(run=run, takes_rest=True)
+    parser.set_defaults(run=run, takes_rest="the server")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:

@@ -74,7 +74,13 @@ def test_an_old_python_can_read_the_file_that_refuses_it() -> None:
         (["series", "show", "nothing"], "names no patch: choose from"),
         (["series", "export", "--out", "{tmp}/out", "--author", "nobody"], "is not of the form \"Name <mail>\""),
         (["test", "everything"], "there is no test level 'everything': choose from unit"),
+        (["test", "tests/unit/test_nothing.py"], "there is no tests/unit/test_nothing.py below"),
         (["build", "--", "x"], "build takes nothing after --"),
+        (["up", "--isolate", "my-pack"], "options of the server go behind --: up -- --isolate my-pack"),
+        (["up", "--port", "8190", "--", "--cpu"], "up does not know --port 8190; options of the server go behind --: up -- --port 8190 --cpu"),
+        (["test", "-x"], "options of pytest go behind --: test -- -x"),
+        (["build", "--cpu"], "build does not know --cpu\n"),
+        (["series", "show", "--cpu"], "series does not know --cpu\n"),
         (["up", "--", "--port", "many"], "server arguments are not understood"),
         (["up", "--", "--port", "70000"], "is no port"),
         (["fly"], "invalid choice"),
@@ -391,6 +397,13 @@ def test_levels_run_cheapest_first(tmp_path: Path) -> None:
 def test_the_user_decides_how_the_tests_are_spread(own: list[str]) -> None:
     assert test.parallel(own) == []
     assert test.parallel(["-x", "-k", "n"])[0] == "-n"
+
+
+def test_a_file_among_the_levels_is_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT / "tests")
+    assert test.apart(ROOT, ["unit", "unit/test_commands.py::test_a"]) == (["unit"], ["tests/unit/test_commands.py::test_a"])
+    with pytest.raises(ForkError, match="there is no ../README.md below"):
+        test.apart(ROOT, ["../README.md"])
 
 
 def test_files_of_the_user_are_run_in_their_own_level(tmp_path: Path) -> None:
