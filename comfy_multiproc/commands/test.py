@@ -57,7 +57,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         # A process per level: the levels import ComfyUI from different places.
         console.progress(f"Testing {level}")
         console.settle()
-        command = [str(environment.python), "-m", "pytest", *parallel(rest), "-o", f"cache_dir=.pytest_cache/{level}"]
+        command = [str(environment.python), "-m", "pytest", "-p", "tests.rows", *parallel(rest), "-o", f"cache_dir=.pytest_cache/{level}"]
         record = ["--rows-record", str(records / f"{level}.json")] if whole else []
         codes[level] = pytest([*command, *record, *asked.get(level, [f"tests/{level}"]), *rest], root, fork)
         if codes[level] and {"-x", "--exitfirst", "--pdb"}.intersection(rest):

@@ -55,7 +55,7 @@ class CardProcess:
                  arguments: Mapping[str, Any] | None = None):
         """`tree`: the ComfyUI to import from. `functions`: the Python file whose functions are to be called. `environment`: added to
         this process's. `arguments`: values for comfy.cli_args.args, set before anything else of ComfyUI is imported."""
-        start = {"tree": os.fspath(tree), "functions": os.fspath(functions), "arguments": {"cpu": True, **(arguments or {})}}
+        start = {"tree": os.path.abspath(tree), "functions": os.path.abspath(functions), "arguments": {"cpu": True, **(arguments or {})}}
         code = f"import sys, json; start = json.loads({json.dumps(json.dumps(start))}); sys.path[0] = start['tree']; " \
                "from comfy_multiproc.testing.process import serve; serve(start)"
         self._log = tempfile.TemporaryFile("w+b")
