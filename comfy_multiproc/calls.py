@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 
 from comfy.process_memory import moments
 
-from . import runtime
+from . import failures, runtime
 from .handles import Handle, handles_in
 from .nodecall import Call, is_v3, packed_prompt
 from .proxy import Isolated, Tokens
@@ -253,7 +254,9 @@ def map_over_list(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
 
 
 def inputs_of(unique_id: str, inputs: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The inputs that an error report shows: those of a node that ran elsewhere are not at hand any more when it fails."""
+    """The inputs that an error report shows: those of a node that ran elsewhere are not at hand any more when it fails. Called where
+    the report is made: the exception's traceback is freed of the way between the processes."""
+    failures.cut(sys.exc_info()[2])
     return inputs if inputs is not None or current is None else current.inputs_of(unique_id)
 
 

@@ -13,9 +13,11 @@ import os
 import re
 import sys
 import traceback
+from pathlib import Path
 from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any
 
+REMOTE = "comfy_multiproc: of another process"      # a global of the frames of rebuilt tracebacks
 MAX_TEXT = 64 << 10
 MAX_FRAMES = 100
 MAX_CHAIN = 4
@@ -41,13 +43,19 @@ class WorkerDied(WorkerError):
     """The process that ran the node has ended.
 
     pid: of that process; None: it could not be started. signal: the number of the signal that ended it, or None. exitcode: as in
-    `multiprocessing.Process`; None where it is not known. log: the last lines of what it wrote.
+    `multiprocessing.Process`; None where it is not known. log: the last lines of what it wrote. hint: the end of the text, which
+    says what is usual.
     """
 
     pid: int | None = None
     signal: int | None = None
     exitcode: int | None = None
     log: tuple[str, ...] = ()
+    hint: str = ""
+
+    def while_it(self, did: str) -> str:
+        """The text with what the process did then."""
+        return f"{str(self).removesuffix(self.hint)} while it {did}{self.hint}"
 
 
 # By name alone, because the text of these is one argument and their constructors do nothing.
@@ -200,11 +208,32 @@ def _traceback(frames: Any) -> TracebackType | None:
             continue
         file, line, name = place
         code: CodeType = _here.__code__.replace(co_filename=file, co_name=name, co_qualname=name)
-        frame = FunctionType(code, {"sys": sys})()
+        frame = FunctionType(code, {"sys": sys, REMOTE: True})()
         # Without an instruction Python takes the line from the traceback, not from the code.
         result = TracebackType(result, frame, -1, max(0, line))
         linecache.checkcache(file)
     return result
+
+
+def cut(trace: TracebackType | None) -> None:
+    """Take out of a traceback that leads into another process what is the way there: our frames on both sides, and those of the
+    futures between them. The first frame stays, and so does what happened in our own code."""
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    there = next((i for i, frame in enumerate(frames) if REMOTE in frame.tb_frame.f_globals), None)
+    if there is None:
+        return
+    theirs = next((i for i in range(there, len(frames)) if not _on_the_way(frames[i])), there)
+    kept = [frame for i, frame in enumerate(frames) if i == 0 or i >= theirs or (i < there and not _on_the_way(frame))]
+    for frame, following in zip(kept, kept[1:], strict=False):
+        frame.tb_next = following
+
+
+def _on_the_way(frame: TracebackType) -> bool:
+    file = Path(frame.tb_frame.f_code.co_filename)
+    return file.parent.name == "comfy_multiproc" or file.parts[-3:-1] == ("concurrent", "futures") or file.parent.name == "asyncio"
 
 
 def interrupted() -> BaseException:

@@ -82,6 +82,7 @@ class _Run:
 
     def __init__(self) -> None:
         self.token = secrets.token_hex(8)
+        self.begun = time.monotonic()
         self.ready: Future[Message] = Future()
         self.process: BaseProcess | None = None
         self.pid: int | None = None
@@ -234,6 +235,7 @@ class Worker:
     def _spawn(self) -> _Run:
         run = _Run()
         spec = self.spec
+        logging.info("Starting worker %s ...", self.name)
         ours, theirs = link.pair()
         read, write = logs.pipe()
         run.link = Link(ours, name=f"worker {self.name}", lost=lambda why: self._lost(run, why), send_timeout=SEND_SECONDS)
@@ -271,6 +273,7 @@ class Worker:
                 run.ready.set_exception(outcome)
             else:
                 run.ready.set_result(outcome)
+                logging.info("Worker %s is ready after %.1f s", self.name, run.used - run.begun)
                 _background(f"start of {self.name}", self._up, outcome.body)
 
     def _up(self, said: Any) -> None:
@@ -299,8 +302,8 @@ class Worker:
                 self._run = None
         if not run.ready.done():
             run.ready.set_exception(error)
-        if not run.stopping:
-            logging.error("%s", error)
+        if not run.stopping and all(call.interrupted for call in list(run.calls.values())):
+            logging.error("%s", error)      # otherwise those whose calls fail with it say so
         run.over.set()
         _background(f"end of {self.name}", self._ended, run, error)
         return error
@@ -314,7 +317,7 @@ class Worker:
 
     def _died(self, run: _Run, code: int | None, why: str) -> WorkerDied:
         number = -code if code is not None and code < 0 else None
-        who = f"worker {self.name} (pid {run.pid})"
+        who, hint = f"worker {self.name} (pid {run.pid})", ""
         if run.stopping:
             text = f"{who} was stopped"
         elif why:
@@ -322,10 +325,11 @@ class Worker:
         elif number is not None:
             text = f"{who} was ended by signal {number} ({_signal_name(number)})"
             if number == getattr(signal, "SIGKILL", 9):
-                text += "; the usual cause is that the machine or the container ran out of RAM"
+                hint = "; the usual cause of that signal is that the machine or the container ran out of RAM"
         else:
             text = f"{who} has ended with exit code {code}"
-        error = WorkerDied(text)
+        error = WorkerDied(text + hint)
+        error.hint = hint
         error.pid, error.signal, error.exitcode, error.remote_type = run.pid, number, code, ""
         error.log = run.log.tail if run.log is not None else ()
         return error
@@ -482,9 +486,7 @@ def _recycle_for_room(wanted: Worker) -> None:
 
 
 def _with_place(error: WorkerDied, label: str) -> WorkerDied:
-    text = str(error)
-    if label:
-        text += f", while it ran {label}"
+    text = error.while_it(f"ran {label}") if label else str(error)
     if error.log:
         text += "\nIts last lines:\n" + "\n".join(f"    {line[:SHOWN_LETTERS]}" for line in error.log[-SHOWN_LINES:])
     placed = WorkerDied(text)

@@ -92,6 +92,8 @@ class Isolation:
                 if station.name in self._known and not station.worker.starts and (ready := self._start(station)) is not None:
                     try:
                         ready.result(START)
+                    except WorkerDied:
+                        pass    # it has been said
                     except Exception as error:
                         logging.error("Worker %s did not start: %s", station.name, error or type(error).__name__)
         threading.Thread(target=start, name="comfy_multiproc: start", daemon=True).start()
@@ -180,7 +182,7 @@ class Isolation:
             description = said["packs"][pack.name]
         except WorkerDied as error:
             # Whatever ended the worker would end the server too.
-            reason = self.failed[pack.name] = (f"{str(error).partition(chr(10))[0]} while it loaded its packs; they are not loaded in the host, "
+            reason = self.failed[pack.name] = (f"{error.while_it('loaded its packs').partition(chr(10))[0]}; they are not loaded in the host, "
                                                "which might end as well (isolate = false loads them there)")
             self._leave(pack, station)
             return self._remembered(pack, f"pack {pack.name} is not loaded: {reason}")

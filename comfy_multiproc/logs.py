@@ -23,6 +23,7 @@ PROGRESS_SECONDS = 1.0
 """Between two states of a progress bar that redraws its line."""
 PIPE_BYTES = 1 << 20
 LEVEL = re.compile(r"\x1e(\d{1,2})\x1e")
+BAR = re.compile(r"\d%\s*\||\[\d+:\d\d[^]]*(/s|s/it)")
 ENDS = re.compile(rb"[\r\n]")
 
 
@@ -51,7 +52,7 @@ class WorkerLog:
 
     @property
     def tail(self) -> tuple[str, ...]:
-        """The last lines, without level or name."""
+        """The last lines, without level or name, and without progress bars."""
         return tuple(self._tail)
 
     def settle(self, seconds: float) -> None:
@@ -94,7 +95,8 @@ class WorkerLog:
             if now - self._shown < PROGRESS_SECONDS:
                 return
             self._shown = now
-        self._tail.append(text)
+        if not redrawn and not BAR.search(text):
+            self._tail.append(text)
         try:
             self._waiting.put_nowait((level, text))
         except queue.Full:

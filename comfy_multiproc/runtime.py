@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from comfy import process_memory
-from comfy.process_memory import ladder, moments, own
+from comfy.process_memory import admission, ladder, moments, own
 from comfy.process_memory import claims as process_claims
 from comfy.process_memory.provider import DEADLINE, Outcome, Reason, Receipt
 
@@ -86,7 +86,7 @@ class Runtime:
         self._take_slot()
         self._before = process_claims.install(self.claims)
         process_memory.on_change = self.changed
-        own.name, ladder.patience = name, patience
+        own.name, own.busy, ladder.patience = name, lambda: self._busy, patience
         moments.handler = self
         self.peers.refresh()
         self.changed()
@@ -102,6 +102,7 @@ class Runtime:
             moments.handler = None
             process_memory.on_change = None
             process_claims.install(self._before)
+            own.busy = admission.node_running
         self.inbox.refuse_all()
         self.endpoint.close()
         self._teller.close()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from . import admission, claims, devices
@@ -14,6 +15,9 @@ from .provider import DeviceUsage, RamUsage
 
 name = "ComfyUI"
 """This process's name for people; a runtime may set it."""
+
+busy: Callable[[], bool] = admission.node_running
+"""Whether this process has work; a runtime sets what it tells other processes."""
 
 
 def usage(device: Any) -> DeviceUsage:

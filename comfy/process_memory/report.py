@@ -16,12 +16,13 @@ MIB = 1024 * 1024
 def processes() -> list[dict[str, Any]]:
     """This process and every other one that is known, from local state only; sizes are bytes, None is unknown.
 
-    `state` is idle, busy, silent (its last word is old, or it does not answer), not confirmed (it has not said whether
-    it unloaded) or gone. `age` is in seconds.
+    `state` is idle, busy (a prompt runs in it, also while that prompt waits for another process), silent (its last word is
+    old, or it does not answer), not confirmed (it has not said whether it unloaded) or gone. `age` is in seconds.
     """
     places = [(device, place) for device in own.all_devices() if (place := devices.key(device)) is not None]
     used = own.used_devices()
-    rows = [_row(os.getpid(), own.name, "", own.ram(), [(place, own.usage(device)) for device, place in places if device in used], 0.0)]
+    here: list[tuple[str, DeviceUsage | None]] = [(place, own.usage(device)) for device, place in places if device in used]
+    rows = [_row(os.getpid(), own.name, "busy" if own.busy() else "idle", own.ram(), here, 0.0)]
     usages = {place: {count.entry: count for count in registry.count("usage", place)} for _, place in places}
     for entry, ram, ram_age in registry.count("ram"):
         counts = [(place, usages[place][entry]) for _, place in places if entry in usages[place]]

@@ -349,6 +349,7 @@ def test_restarting_a_busy_worker_is_asked_first_with_the_keyboard_alone(page, o
     restart = "Restart worker zoo_loader"
     busy = f"({PROCESS.format('worker zoo_loader')}).querySelector('.pm-state').textContent === 'busy'"
     page.until(busy)
+    assert row(one, one.pid)["state"] == "busy", "a server is busy while its prompt runs in a worker, as it tells the others"
     page.do(f"{PANEL}.querySelector('button').focus()")
     tab_to(page, restart)
 
@@ -365,7 +366,7 @@ def test_restarting_a_busy_worker_is_asked_first_with_the_keyboard_alone(page, o
 
     page.key("Space")
     page.until(f"({DIALOG})?.contains(document.activeElement)", "the question again")
-    tab_to(page, "Confirm")
+    tab_to(page, "Restart")
     page.key("Enter")
     page.until(f"{PANEL}.querySelector('[role=status]').textContent.startsWith('zoo_loader is starting')")
     thread.join(60)

@@ -113,6 +113,7 @@ def test_an_exception_that_only_the_worker_knows(server):
     result = server.run(trouble("odd"))
     assert result.error["exception_type"].endswith("Odd") and "this and that" in result.error["exception_message"]
     assert any("zoo_trouble" in line and "odd" in line for line in result.error["traceback"])
+    assert not any("comfy_multiproc/" in line.split('",')[0] for line in result.error["traceback"]), "the way to the worker is nobody's concern"
     assert result.error["current_inputs"]["how"] == ["odd"]
     assert pid(server) == before
 

@@ -82,6 +82,38 @@ def test_the_traceback_shows_where_it_was_raised():
     assert 'raise ValueError("here")' in shown[-1]
 
 
+def test_what_is_shown_begins_with_the_callers_frames_and_goes_on_with_the_nodes():
+    def a_frame(folder, name, then):
+        """A function that calls `then`, as if it stood in that file."""
+        def call():
+            then()
+        code = call.__code__.replace(co_filename=f"{folder}/{name}.py", co_name=name)
+        return types.FunctionType(code, {}, closure=call.__closure__)
+
+    def fail():
+        raise ValueError("here")
+
+    def arrives():
+        raise there
+
+    for failing, last in ((a_frame("packs", "the_pack", fail), ["the_pack", "fail"]), (a_frame("comfy_multiproc", "ours", fail), ["fail"])):
+        there = crossed(raised_by(a_frame("comfy_multiproc", "nodecall", failing)))
+        there = there.with_traceback(there.__traceback__.tb_next)     # without the frame of this test
+        error = raised_by(a_frame("comfy", "execution", a_frame("comfy_multiproc", "calls", a_frame("concurrent/futures", "_base", arrives))))
+        failures.cut(error.__traceback__)
+        assert [frame.name for frame in traceback.extract_tb(error.__traceback__)] == ["raised_by", "execution", "arrives", *last]
+    error = raised_by(a_frame("comfy_multiproc", "calls", fail))
+    failures.cut(error.__traceback__)
+    assert [frame.name for frame in traceback.extract_tb(error.__traceback__)] == ["raised_by", "calls", "fail"], "our own errors are whole"
+
+
+def raised_by(function):
+    try:
+        function()
+    except Exception as error:
+        return error
+
+
 def test_causes_contexts_and_notes_cross():
     try:
         try:

@@ -257,8 +257,10 @@ def test_a_kind_that_nobody_answers_is_an_error(make):
         ask(worker, "nonsense")
 
 
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "signal 9 (SIGKILL); the usual cause is"), (signal.SIGSEGV, "signal 11 (SIGSEGV)")])
-def test_a_worker_that_dies_says_how_and_the_next_call_works(make, number, name):
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "signal 9 (SIGKILL) while it ran node 7 (Loader); the usual cause of that signal is"),
+                                               (signal.SIGSEGV, "signal 11 (SIGSEGV) while it ran node 7 (Loader)")])
+def test_a_worker_that_dies_says_how_and_the_next_call_works(make, number, name, caplog):
+    caplog.set_level(logging.INFO)
     ended = threading.Event()
     worker = make()
     worker.on_end = lambda w, error: ended.set()
@@ -266,8 +268,10 @@ def test_a_worker_that_dies_says_how_and_the_next_call_works(make, number, name)
     with pytest.raises(failures.WorkerDied) as caught:
         ask(worker, "die", int(number), label="node 7 (Loader)")
     assert (caught.value.pid, caught.value.signal) == (pid, number)
-    for part in (f"worker zoo (pid {pid})", name, "while it ran node 7 (Loader)", "the last thing it says"):
+    for part in (f"worker zoo (pid {pid})", name, "the last thing it says"):
         assert part in str(caught.value)
+    assert "was ended by" not in caplog.text, "whoever has made the call says it"
+    assert "Starting worker zoo ..." in caplog.messages and "Worker zoo is ready after" in caplog.text
     if number == signal.SIGSEGV:
         assert "zoo.py" in str(caught.value), "where it crashed"
     assert ended.wait(SECONDS)
