@@ -15,10 +15,12 @@ def servers(tree: Path) -> list[int]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            arguments = (process / "cmdline").read_bytes().split(b"\0")[1:]
+            program, *arguments = (process / "cmdline").read_bytes().split(b"\0")
             place = Path(os.readlink(process / "cwd"))
         except OSError:
             continue
+        if b"python" not in os.path.basename(program):
+            continue        # an editor that has the file open
         scripts = [place / os.fsdecode(argument) for argument in arguments if os.path.basename(argument) == b"main.py"]
         if any(script.resolve() == tree / "main.py" for script in scripts):
             found.append(int(process.name))

@@ -268,6 +268,7 @@ def test_a_fork_is_not_changed_under_a_server_that_runs_from_it(project, reposit
     git.run("update-index", "--assume-unchanged", "main.py", cwd=fork)
     command = [argument.replace("{fork}", str(fork)) for argument in command]
     server = subprocess.Popen([sys.executable, *command], cwd=fork if command[0] == "main.py" else tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    reader = subprocess.Popen(["tail", "-f", "main.py"], cwd=fork, stdout=subprocess.DEVNULL)
     try:
         server.stdout.readline()
         assert tree.build(checkout(repository), fork).reused
@@ -278,6 +279,8 @@ def test_a_fork_is_not_changed_under_a_server_that_runs_from_it(project, reposit
     finally:
         server.kill()
         server.communicate(timeout=30)
+        reader.kill()
+        reader.wait(30)
     git.run("update-index", "--no-assume-unchanged", "main.py", cwd=fork)
     git.run("checkout", "--quiet", "main.py", cwd=fork)
     assert not tree.build(checkout(repository), fork).reused
