@@ -10,7 +10,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,12 +127,13 @@ def device_argument(arguments: Sequence[str]) -> str | None:
     return next((argument for argument in arguments if argument.split("=")[0] in DEVICE_ARGUMENTS), None)
 
 
-def serve(python: Path, tree: Path, arguments: Sequence[str], *, answered: Callable[[], None], address: Address) -> int:
+def serve(python: Path, tree: Path, arguments: Sequence[str], *, answered: Callable[[], None], address: Address,
+          variables: Mapping[str, str] | None = None) -> int:
     """Runs the server of `tree` until it ends; returns its exit code (128 + the signal if one ended it).
 
     `answered` is called once, in this thread, when the server answers. From then on Ctrl-C, SIGTERM and SIGHUP ask it to stop the
     way Ctrl-C does, while before there is nothing to finish and it is just ended; the second time it is told to, and whatever is left of its process group after `GRACE` seconds is killed.
-    Must be called in the main thread.
+    `variables` are added to the server's environment. Must be called in the main thread.
     """
     own_group: dict[str, Any] = {"process_group": 0} if os.name == "posix" else {}
     asked: list[float] = []
@@ -150,7 +151,7 @@ def serve(python: Path, tree: Path, arguments: Sequence[str], *, answered: Calla
     try:
         try:
             # A group of its own: a terminal's Ctrl-C reaches it once, through us, and its workers can be ended with it.
-            server = subprocess.Popen([python, "main.py", *arguments], cwd=tree, stdin=subprocess.DEVNULL, **own_group)
+            server = subprocess.Popen([python, "main.py", *arguments], cwd=tree, stdin=subprocess.DEVNULL, env=os.environ | (variables or {}), **own_group)
         except OSError as error:
             raise ToolError(f"cannot start the server in {tree}: {(error.strerror or str(error)).lower()}") from error
         if asked:

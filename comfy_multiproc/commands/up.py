@@ -9,32 +9,38 @@ from comfy_multiproc.commands import common
 from comfy_multiproc.console import Console
 from comfy_multiproc.environment import TORCH, Environment, project_root, requirement_lines
 from comfy_multiproc.fork.errors import ForkError, writing
+from comfy_multiproc.testing.card.settings import CardSettings
+from comfy_multiproc.testing.card.virtual import server_environment
 
 
 def configure(commands: Any) -> None:
     parser = commands.add_parser(
         "up",
         help="set everything up and start the server",
-        usage="comfy_multiproc up [--demo [--keep] [--device cuda]] [--upstream PATH] [--release V] [--dir DIR] [--force] [-- SERVER ARGUMENTS]",
+        usage="comfy_multiproc up [--demo [--keep] [--device cuda]] [--card SIZE] [--upstream PATH] [--release V] [--dir DIR] [--force] [-- SERVER ARGUMENTS]",
     )
     parser.add_argument("--demo", action="store_true", help="show on tiny models what the series does, with and without it: about five minutes on two cores, no GPU needed")
     parser.add_argument("--keep", action="store_true", help="with --demo: leave its server running at the end")
     parser.add_argument("--device", choices=["card", "cuda"], default="card", help="with --demo: a virtual card (default), or the GPU")
+    parser.add_argument("--card", type=card, metavar="SIZE", help="a virtual card for the server, on a machine without a GPU too: 400M, or 400M,count=2,state=low (docs/testing.md)")
     common.build_arguments(parser)
     parser.set_defaults(run=run, takes_rest="the server")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     if args.demo:
+        if args.card:
+            raise ForkError("--demo makes its own virtual card: leave --card out")
         return demo(args, console)
     if args.keep or args.device != "card":
         raise ForkError("--keep and --device belong to --demo")
     address = launch.Address.of(args.rest)
     address.check_free()
+    needed = card_arguments(args.card, args.rest) if args.card else []
     built = common.build_fork(args, common.find_source(args, console), console)
     environment = Environment(project_root() / ".venv")
     environment.ensure([*TORCH, *requirement_lines(built.path / "requirements.txt")], console.progress)
-    arguments = [*args.rest, *device(environment, args.rest, console)]
+    arguments = [*args.rest, *(needed if args.card else device(environment, args.rest, console))]
     address.check_free()
     # With --base-directory ComfyUI makes its user folder there, and still opens its database in this one.
     with writing(built.path):
@@ -49,6 +55,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         built.path,
         arguments,
         address=address,
+        variables=server_environment(args.card, tree=built.path) if args.card else {},
         answered=lambda: console.say(console.strong(f"ComfyUI answers at {address.url} (Ctrl-C stops it)")),
     )
 
@@ -69,6 +76,25 @@ def demo(args: argparse.Namespace, console: Console) -> int:
             return process.wait()
         except KeyboardInterrupt:
             return process.wait(launch.GRACE * 2)
+
+
+def card(text: str) -> CardSettings:
+    """The virtual card that `--card` asks for: a size, and settings behind it."""
+    try:
+        return CardSettings.parse(f"size={text.removeprefix('size=')}")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def card_arguments(settings: CardSettings, arguments: list[str]) -> list[str]:
+    """What the server has to be told beside `arguments` so that it runs on that card. Raises `ForkError` if they do not go together."""
+    needed = "--cpu" if settings.form == "python" else "--disable-dynamic-vram"
+    chosen = launch.device_argument(arguments)
+    if settings.form == "python" and chosen not in (None, "--cpu"):
+        raise ForkError(f"{chosen} does not go with --card, which chooses the device: leave it out (for --lowvram write --card SIZE,state=low)")
+    if settings.form != "python" and chosen == "--cpu":
+        raise ForkError("--cpu does not go with a card of form=npu: leave it out")
+    return [] if needed in arguments else [needed]
 
 
 def device(environment: Environment, arguments: list[str], console: Console) -> list[str]:

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import filelock
 import pytest
 
 from comfy_multiproc import doctor, launch
-from comfy_multiproc.commands import main, split, test, up
+from comfy_multiproc.commands import main, parser, split, test, up
 from comfy_multiproc.console import Console
 from comfy_multiproc.environment import Torch, project_root
 from comfy_multiproc.fork.errors import ForkError
@@ -259,6 +260,71 @@ def test_cpu_is_added_only_when_nothing_else_can_be_meant(devices: list[dict[str
     assert up.device(environment, arguments, Console(io.StringIO(), err)) == added  # type: ignore[arg-type]
     assert says in err.getvalue()
     assert ("--cpu" in err.getvalue()) == bool(says)
+
+
+# --- a virtual card ---
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "arguments", "added"),
+    [
+        ("400M", "size=419430400", [], ["--cpu"]),
+        ("400M,count=2,state=low", "size=419430400,count=2,state=low", ["--cpu", "--port", "1"], []),
+        ("size=1G", "size=1073741824", ["--port", "1"], ["--cpu"]),
+        ("1G,form=npu", "size=1073741824,form=npu", ["--lowvram"], ["--disable-dynamic-vram"]),
+    ],
+)
+def test_a_card_for_the_server(text: str, settings: str, arguments: list[str], added: list[str]) -> None:
+    args = parser().parse_args(["up", "--card", text])
+    assert args.card.text() == settings
+    assert up.card_arguments(args.card, arguments) == added
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--card", "plenty"], "--card: virtual card: size=plenty: 'plenty' is no number of bytes; write 400M"),
+        (["--card", "400M,colour=red"], "--card: virtual card: no setting 'colour'; there are size"),
+        (["--card", "400M", "--", "--lowvram"], "--lowvram does not go with --card"),
+        (["--card", "400M,form=npu", "--", "--cpu"], "--cpu does not go with a card of form=npu"),
+        (["--card", "400M", "--demo"], "leave --card out"),
+    ],
+)
+def test_a_card_that_cannot_be(arguments: list[str], says: str) -> None:
+    done = comfy_multiproc("up", *arguments)
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_only_the_server_gets_the_card(tmp_path: Path) -> None:
+    root = tree(tmp_path / "fork", "import os; print(os.environ['COMFY_VIRTUAL_CARD'], os.environ['PYTHONPATH'], flush=True)")
+    (root / "comfy_multiproc/testing/site").mkdir(parents=True)
+    code = ("import os, sys; from pathlib import Path; from comfy_multiproc import launch; from comfy_multiproc.commands import up\n"
+            "variables = up.server_environment(up.card('400M'), tree=sys.argv[1]); before = dict(os.environ)\n"
+            "code = launch.serve(Path(sys.executable), Path(sys.argv[1]), [], address=launch.Address.of([]), answered=print, variables=variables)\n"
+            "sys.exit(code or os.environ != before)")
+    done = subprocess.run([sys.executable, "-c", code, str(root)], cwd=ROOT, capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": "mine"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"size=419430400 {root / 'comfy_multiproc/testing/site'}{os.pathsep}mine\n"
+
+
+def test_the_command_is_found_where_it_is_run_although_a_card_is_in_the_environment(tmp_path: Path) -> None:
+    copied = shutil.copytree(ROOT / "comfy_multiproc/testing", tmp_path / "fork/comfy_multiproc/testing")
+    shutil.copy(ROOT / "comfy_multiproc/__init__.py", tmp_path / "fork/comfy_multiproc/__init__.py")
+    done = comfy_multiproc("series", "show", PYTHONPATH=str(copied / "site"), COMFY_VIRTUAL_CARD="size=400M")
+    assert done.returncode == 0 and "01-process-memory" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("built", ["project/build/ComfyUI", "elsewhere"])
+def test_in_a_fork_the_command_says_where_it_is(tmp_path: Path, built: str) -> None:
+    (tmp_path / "project/comfy_multiproc/commands").mkdir(parents=True)
+    fork = tmp_path / built / "comfy_multiproc"
+    fork.mkdir(parents=True)
+    for name in ("__init__.py", "__main__.py"):
+        shutil.copy(ROOT / "comfy_multiproc" / name, fork / name)
+    done = subprocess.run([sys.executable, "-m", "comfy_multiproc", "up"], cwd=fork.parent, capture_output=True, text=True, timeout=60)
+    where = f"in {tmp_path / 'project'}" if built.startswith("project") else "in the folder of ComfyUI Multiproc that it was built from"
+    assert done.returncode == 2
+    assert done.stderr == f"comfy_multiproc: error: {tmp_path / built} is a fork, ComfyUI with the series; the commands are not in it: run them {where}\n"
 
 
 # --- a server ---

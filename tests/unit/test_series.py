@@ -60,7 +60,7 @@ def test_every_patch_names_tests_that_there_are_and_is_in_one_pull_request():
     assert re.findall(r"^\| `(\d\d-[\w-]+)` \|", page, re.MULTILINE) == [patch.name for patch in patches]
 
 
-BUILDER = {"__main__.py", "commands", "console.py", "demo", "doctor.py", "environment.py", "fork", "launch.py"}
+BUILDER = {"commands", "console.py", "demo", "doctor.py", "environment.py", "fork", "launch.py"}
 """What of comfy_multiproc makes the fork, and is no part of it."""
 
 

@@ -4,7 +4,10 @@ import importlib.util
 import os
 import sys
 
-if os.environ.get("COMFY_VIRTUAL_CARD"):
+# The command line has no card itself: it must be found where it is run, and what it starts is armed in turn.
+_command_line = sys.orig_argv[1:3] == ["-m", "comfy_multiproc"]
+
+if os.environ.get("COMFY_VIRTUAL_CARD") and not _command_line:
     if "comfy_multiproc" not in sys.modules:
         # By its file, without a new entry on sys.path: an unpatched ComfyUI must find nothing else of this project.
         _root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
