@@ -83,7 +83,7 @@ class MultiprocLoadCheckpoint:
     @classmethod
     def VALIDATE_INPUTS(cls, worker):
         try:
-            isolation.named(worker)
+            isolation.check_name(worker)
         except ValueError as error:
             return str(error)
         return True

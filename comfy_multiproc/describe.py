@@ -33,8 +33,9 @@ def load(path: Path, module_parent: str = "custom_nodes") -> dict[str, Any]:
         module, classes = import_pack(path)
     except BaseException as error:      # a KeyboardInterrupt too: here it is the pack's own
         text = failures.text_of(error)
-        logging.warning("Cannot import %s: %s\n%s", path, text, traceback.format_exc())
-        return {"error": f"{type(error).__name__}: {text}{failures.searched(error)}"}
+        failures.cut_start(error)
+        logging.warning("The import of %s has failed:\n%s", path, "".join(traceback.format_exception(error)).rstrip())
+        return {"error": f"{type(error).__name__}: {text}{failures.searched(error)}{_remedy(error, path)}"}
     try:
         said = describe_pack(path, module, classes, there, module_parent)
         said["edits"] += before.changes()
@@ -44,6 +45,19 @@ def load(path: Path, module_parent: str = "custom_nodes") -> dict[str, Any]:
         text = failures.text_of(error)
         logging.warning("Cannot describe %s: %s\n%s", path, text, traceback.format_exc())
         return {"cannot": f"{type(error).__name__}: {text}"}
+
+
+def _remedy(error: BaseException, path: Path) -> str:
+    """How to install what an import has not found, to be said after the error."""
+    missing = error.name.partition(".")[0] if isinstance(error, ModuleNotFoundError) and error.name else ""
+    try:
+        if not missing or importlib.util.find_spec(missing) is not None:
+            return ""
+    except (ImportError, ValueError):
+        return ""
+    needed = path / "requirements.txt"
+    what = f"-r {needed}" if needed.is_file() else missing
+    return f"; install what it needs into the environment that it runs in: {sys.executable} -m pip install {what}"
 
 
 def registered() -> tuple[dict[str, Any], dict[str, Any], dict[str, list[Any]]]:

@@ -231,6 +231,15 @@ def cut(trace: TracebackType | None) -> None:
         frame.tb_next = following
 
 
+def cut_start(error: BaseException) -> None:
+    """Have the exception's traceback begin with the first frame that is neither ours nor one of the import system, if there is any."""
+    trace = error.__traceback__
+    while trace is not None and (_on_the_way(trace) or "importlib" in trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    if trace is not None:
+        error.__traceback__ = trace
+
+
 def _on_the_way(frame: TracebackType) -> bool:
     file = Path(frame.tb_frame.f_code.co_filename)
     return file.parent.name == "comfy_multiproc" or file.parts[-3:-1] == ("concurrent", "futures") or file.parent.name == "asyncio"

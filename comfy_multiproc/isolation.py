@@ -192,7 +192,7 @@ class Isolation:
         if "error" in description:
             self.failed[pack.name] = description["error"]
             self._leave(pack, station)
-            raise ImportError(f"in worker {station.name}: {description['error']}")
+            raise ImportError(f"in worker {station.name}, whose log says where: {description['error']}")
         if "cannot" in description:
             return self._refuse(pack, f"its nodes cannot be described: {description['cannot']}", station)
         if description["edits"]:
@@ -322,6 +322,8 @@ class Isolation:
         for pack in self.packs.values():
             if pack.name in self.failed:
                 where, why = "nowhere", self.failed[pack.name]
+            elif missing := self._missing(pack):
+                where, why = "nowhere", missing
             elif pack.name in self.hosted:
                 where, why = ("nowhere" if pack.config.fallback == "refuse" else "host"), self.hosted[pack.name]
             elif pack.isolated:
@@ -337,11 +339,19 @@ class Isolation:
             lines.append(f"  {pack.name}: {where}: {why}")
         return lines
 
+    def _missing(self, pack: Pack) -> str | None:
+        """Why ComfyUI has not loaded the pack, if it has not."""
+        import nodes
+        # By their names, those that are files by their paths without suffix.
+        if pack.path.name in nodes.LOADED_MODULE_DIRS or os.path.splitext(pack.path)[0] in nodes.LOADED_MODULE_DIRS:
+            return None
+        return f"its import failed; the log says why{f' ({hosted})' if (hosted := self.hosted.get(pack.name)) else ''}"
+
     def report(self) -> list[dict[str, Any]]:
         """The same for programs."""
         report = []
         for pack in self.packs.values():
-            out = self.failed.get(pack.name) or self.hosted.get(pack.name)
+            out = self.failed.get(pack.name) or self._missing(pack) or self.hosted.get(pack.name)
             entry: dict[str, Any] = {"name": pack.name, "isolated": pack.isolated and not out, "reason": out or pack.reason}
             if entry["isolated"]:
                 worker = self.station_of(pack.name).worker
@@ -386,9 +396,14 @@ def begin(packs: list[Pack]) -> Isolation:
     return current
 
 
+def check_name(name: str) -> None:
+    """Raises PackConfigError for what is no name of a worker."""
+    packs_module.value_of(Path("the worker"), "group", name)
+
+
 def named(name: str) -> Any:
     """The station of the worker of that name, whether or not any pack is isolated. Raises PackConfigError for what is no name."""
-    packs_module.value_of(Path("the worker"), "group", name)
+    check_name(name)
     return (current or begin([])).named(name)
 
 
@@ -400,7 +415,8 @@ def start() -> None:
     if getattr(args, "disable_all_custom_nodes", False):
         every = [pack for pack in every if pack.path.name in args.whitelist_custom_nodes]
     for value in packs_module.unknown(asked(), every):
-        logging.warning("--isolate %s: there is no such pack in %s", value, ", ".join(folder_paths.get_folder_paths("custom_nodes")))
+        logging.warning("--isolate %s: there is no such pack in %s%s", value, ", ".join(folder_paths.get_folder_paths("custom_nodes")),
+                        f"; did you mean {near}?" if (near := packs_module.nearest(value, every)) else "")
     if not any(pack.isolated for pack in every):
         return
     begin(every).start()
@@ -413,7 +429,10 @@ def spec(module_path: str, module_spec: Any, module_parent: str = "custom_nodes"
     pack = current.packs.get(os.path.abspath(module_path))
     if pack is None or not pack.isolated:
         return module_spec
-    module = current.module(pack)
+    try:
+        module = current.module(pack)
+    except ImportError as error:
+        raise error.with_traceback(None) from None      # ComfyUI logs it, and the pack's own part of it has been logged
     if module is None:
         if pack.path.is_dir():
             from .describe import prestart

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import re
@@ -112,6 +113,12 @@ def unknown(asked: Iterable[str], packs: Iterable[Pack]) -> list[str]:
     return [value for value in asked if value.lower() not in known]
 
 
+def nearest(value: str, packs: Iterable[Pack]) -> str | None:
+    """The pack that somebody may have meant by a name that is none."""
+    known = {name: pack.name for pack in packs for name in pack.names}
+    return next((known[name] for name in difflib.get_close_matches(value.lower(), known, n=1)), None)
+
+
 def read(path: Path) -> tuple[PackConfig, str | None]:
     """The configuration of the pack at `path`, and its project name. Raises PackConfigError."""
     file = path / "pyproject.toml"
@@ -127,7 +134,15 @@ def read(path: Path) -> tuple[PackConfig, str | None]:
     table = tool.get(TABLE, {}) if isinstance(tool, dict) else {}
     if not isinstance(table, dict):
         raise PackConfigError(f"{file}: tool.{TABLE} must be a table")
-    return PackConfig(**{key: value_of(file, key, value) for key, value in table.items()}), name if isinstance(name, str) else None
+    values, mistakes = {}, []
+    for key, value in table.items():
+        try:
+            values[key] = value_of(file, key, value)
+        except PackConfigError as error:
+            mistakes.append(str(error))
+    if mistakes:
+        raise PackConfigError("; ".join([mistakes[0], *(mistake.removeprefix(f"{file}: ") for mistake in mistakes[1:])]))
+    return PackConfig(**values), name if isinstance(name, str) else None
 
 
 def value_of(file: Path, key: str, value: Any) -> Any:

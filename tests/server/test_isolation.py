@@ -103,6 +103,8 @@ def test_the_log_and_the_stats_say_where_each_pack_runs(isolated):
     assert not found["zoo_patcher"]["isolated"] and all(edit in found["zoo_patcher"]["reason"] for edit in edits)
     assert "nobody has" in found["zoo_broken"]["reason"] and "pid" not in found["zoo_broken"]
     lines = {name: next(line for line in isolated.log().splitlines() if f"  {name}: " in line) for name in ZOO}
+    assert lines["zoo_broken"].split(": ")[1] == "nowhere"
+    assert isolated.log().count('raise ImportError("zoo_broken needs') == 1, "the pack's traceback is shown once"
     assert "takes MODEL (ZooShiftModel), which is not sent" in lines["zoo_loader"] and "takes" not in lines["zoo_v3"]
     assert found["zoo_loader"]["takes_objects"] == {"MODEL": ["ZooShiftModel"]} and found["zoo_v3"]["takes_objects"] == {}
     assert all(edit in lines["zoo_patcher"] for edit in edits)

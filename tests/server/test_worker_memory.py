@@ -280,6 +280,10 @@ def test_a_name_that_is_none_is_refused(server):
         graph = workflows.txt2img_sd3()
         graph["ckpt"] = {"class_type": "MultiprocLoadCheckpoint", "inputs": {"ckpt_name": "tiny_sd3.safetensors", "worker": "../x"}}
         server.run(graph)
+    with pytest.raises(ServerError, match="not in"):
+        graph["ckpt"]["inputs"] = {"ckpt_name": "there is none", "worker": "nobodys"}
+        server.run(graph)
+    assert "worker nobodys" not in [row["name"] for row in server.get("/process_memory")["processes"]], "a prompt that is refused makes no worker"
 
 
 def test_releasing_workers(server):

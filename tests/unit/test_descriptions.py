@@ -2,11 +2,12 @@
 
 import json
 import os
+import sys
 import types
 
 import pytest
 
-from comfy_multiproc import descriptions, interface, pack, proxy
+from comfy_multiproc import describe, descriptions, interface, pack, proxy
 from comfy_multiproc.descriptions import Description
 
 SAID = {"packs": {"one": {"classes": [{"id": "A"}], "edits": [], "folders": {}, "web_directories": {}}}, "routes": [], "replacements": [],
@@ -99,3 +100,12 @@ def test_what_differs_is_exchanged_and_what_does_not_stays():
 def test_sets_are_described_alike_in_every_process():
     texts = [f"text {i}" for i in range(20)]
     assert interface.encode(set(texts)) == {"set": sorted(texts)}
+
+
+def test_what_an_import_has_not_found_is_said_with_what_installs_it(tmp_path):
+    missing = ModuleNotFoundError("No module named 'not_there'", name="not_there.inner")
+    assert describe._remedy(missing, tmp_path).endswith(f"{sys.executable} -m pip install not_there")
+    (tmp_path / "requirements.txt").write_text("not-there")
+    assert describe._remedy(missing, tmp_path).endswith(f"pip install -r {tmp_path / 'requirements.txt'}")
+    assert describe._remedy(ModuleNotFoundError("No module named 'json.inner'", name="json.inner"), tmp_path) == ""
+    assert describe._remedy(ImportError("its own words"), tmp_path) == ""

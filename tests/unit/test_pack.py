@@ -41,6 +41,11 @@ def test_a_pack_may_be_called_by_its_project_name(tmp_path):
     assert pack.unknown(["great-nodes", "one", "all", "two"], pack.find([tmp_path])) == ["two"]
 
 
+def test_a_name_with_a_letter_wrong_is_taken_for_a_guess(tmp_path):
+    make(tmp_path, "my-pack")
+    assert pack.nearest("MyPak", pack.find([tmp_path])) == "my-pack" and pack.nearest("other", pack.find([tmp_path])) is None
+
+
 def test_every_key(tmp_path):
     path = make(tmp_path, table='isolate = true\ngroup = "g"\nram_limit = "1.5G"\nidle_seconds = 30\nenvironment = "env"\nfallback = "refuse"\n'
                                 "keep_processes = true")
@@ -59,6 +64,7 @@ def test_every_key(tmp_path):
     ('fallback = "maybe"', ("fallback", "refuse")),
     ("isolated = true", ("isolated", "isolate, group")),
     (f'ram_limit = "{"9" * 400}T"', ("ram_limit", "6G")),
+    ("isolate = 1\nidle_seconds = 0\nisolated = true", ("true or false", "positive", "no key 'isolated'")),
 ])
 def test_what_cannot_be_used_is_named_with_its_file(tmp_path, caplog, table, words):
     path = make(tmp_path, table=table)
