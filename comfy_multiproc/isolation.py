@@ -152,7 +152,7 @@ class Isolation:
                 station.lost_handles = False
             dropped = calls.drop_lost(cache)
             if dropped:
-                logging.info("%d cached results were in a worker that has ended; their nodes run again when they are needed", dropped)
+                logging.info("Cached results that were in a worker which has ended: %d; their nodes run again when they are needed", dropped)
 
     def prompt_ended(self, prompt: str) -> None:
         from . import calls

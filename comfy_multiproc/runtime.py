@@ -269,7 +269,7 @@ class Runtime:
         # Before the answer goes out: whoever gets it looks at the books next.
         self.changed()
         if isinstance(done, Receipt) and done.freed:
-            logging.info("Process memory: gave back %d MB to %s", done.freed >> 20, ask.origin or "another process")
+            logging.info("Process memory: gave back %d MB for %s", done.freed >> 20, ask.origin or "another process")
         return done
 
     # the endpoint's thread
@@ -429,7 +429,8 @@ def start(name: str | None = None, **options: Any) -> Runtime | None:
         logging.warning("Process memory: not shared with other processes: %s", e)
         return None
     atexit.register(stop)
-    logging.info("Process memory: this is %s; %d other processes", current.name, len(list(current.peers)))
+    others = len(list(current.peers))
+    logging.info("Process memory: this is %s; %d other process%s", current.name, others, "" if others == 1 else "es")
     return current
 
 

@@ -13,7 +13,10 @@ from comfy_multiproc.ledger import Ledger, LedgerError, Process
 SILENT = 10.0
 """Seconds after which a process that has not confirmed its figures is called silent."""
 
-COLUMNS = ("pid", "name", "state", "weights", "cached", "other", "claimed", "could give", "pinned", "RAM")
+SHORTEST = 12
+"""Letters that a name keeps at least, however narrow the terminal is."""
+
+COLUMNS = ("pid", "name", "state", "weights", "cached", "other", "claimed", "give", "pinned", "RAM")
 
 
 def configure(commands: Any) -> None:
@@ -33,6 +36,14 @@ def interval(text: str) -> float:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Exit code 2 where there is no ledger to read and nobody waits for one to appear."""
+    try:
+        return show(args, console)
+    except KeyboardInterrupt:
+        return 0    # the way to end it
+
+
+def show(args: argparse.Namespace, console: Console) -> int:
+    """Until somebody ends it, or once."""
     live = console.out.isatty() and not args.json and not args.once
     while True:
         try:
@@ -45,13 +56,13 @@ def run(args: argparse.Namespace, console: Console) -> int:
         if args.json:
             console.say(json.dumps({"time": time.time(), "processes": rows}))
         else:
-            size = shutil.get_terminal_size()
-            lines = table(rows)
             if live:
+                size = shutil.get_terminal_size()
+                lines = table(rows, size.columns)
                 console.out.write("\x1b[H" + "".join(f"{line[:size.columns]}\x1b[K\n" for line in lines[:size.lines - 1]) + "\x1b[J")
                 console.out.flush()
             else:
-                console.say("\n".join(lines))
+                console.say("\n".join([*([] if args.once else [time.strftime("-- %H:%M:%S")]), *table(rows)]))
         if args.once:
             return 0
         time.sleep(args.interval)
@@ -85,8 +96,8 @@ def row(process: Process, ledger: Ledger) -> dict[str, Any]:
     }
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """The same for people."""
+def table(rows: list[dict[str, Any]], width: int = 1 << 16) -> list[str]:
+    """The same for people, names shortened so that the lines are no longer than `width`, if that can be."""
     lines = []
     devices: dict[str, int | None] = {}
     for process in rows:
@@ -97,14 +108,14 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         known = [occupied(held) for _, held in holders]
         used = sum(k for k in known if k is not None)
         lines.append(f"{device}   {size(used)} of {size(total)} held by {count(len(holders))}{' or more' if None in known else ''}")
-        lines += columns((p["pid"], p["name"], p["state"], *map(size, (
+        lines += columns(((p["pid"], p["name"], p["state"], *map(short, (
             held["weights"], held["cached"], held["scratch"], held["claimed"], held["reclaimable"], p["pinned"], p["ram"])))
-            for p, held in holders)
+            for p, held in holders), width)
         lines.append("")
     without = [p for p in rows if not p["devices"]]
     if without:
         lines.append("no card")
-        lines += columns((p["pid"], p["name"], p["state"], "", "", "", "", "", size(p["pinned"]), size(p["ram"])) for p in without)
+        lines += columns(((p["pid"], p["name"], p["state"], "", "", "", "", "", short(p["pinned"]), short(p["ram"])) for p in without), width)
         lines.append("")
     return lines[:-1] or ["no ComfyUI process is running"]
 
@@ -120,12 +131,14 @@ def count(number: int) -> str:
     return "1 process" if number == 1 else f"{number} processes"
 
 
-def columns(cells: Iterable[tuple[Any, ...]]) -> list[str]:
+def columns(cells: Iterable[tuple[Any, ...]], width: int) -> list[str]:
     """Lines with the texts to the left and the figures to the right."""
     whole = [COLUMNS, *(tuple(str(cell) for cell in line) for line in cells)]
     widths = [max(len(line[i]) for line in whole) for i in range(len(COLUMNS))]
-    return ["  " + "  ".join(cell.ljust(width) if 0 < i < 3 else cell.rjust(width)
-                             for i, (cell, width) in enumerate(zip(line, widths))) for line in whole]
+    names = min(widths[1], max(SHORTEST, widths[1] + width - sum(widths) - len(widths) + 1))
+    lines = [[*line[:1], line[1] if len(line[1]) <= names else f"{line[1][:names - 2]}..", *line[2:]] for line in whole]
+    widths[1] = names
+    return [" ".join(cell.ljust(wide) if 0 < i < 3 else cell.rjust(wide) for i, (cell, wide) in enumerate(zip(line, widths))) for line in lines]
 
 
 def size(value: int | None) -> str:
@@ -133,3 +146,8 @@ def size(value: int | None) -> str:
     if value is None:
         return "?"
     return f"{value / 1024**3:.1f} GB" if value >= 1024**3 else f"{value / 1024**2:.0f} MB"
+
+
+def short(value: int | None) -> str:
+    """The same for a table: 7.0G, 512M."""
+    return size(value).replace(" ", "").removesuffix("B")

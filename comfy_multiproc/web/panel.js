@@ -14,6 +14,7 @@ const KINDS = {
 };
 const COLORS = 8; // in panel.css
 const OTHER = "Other programs and unaccounted";
+const LEGEND = [["pm-claimed pm-claim", "Claimed, not yet allocated"], ["pm-other", OTHER]];
 
 const size = (bytes) => {
   if (bytes == null) return "unknown";
@@ -117,8 +118,14 @@ class Process {
         button.removeAttribute("aria-disabled");
       }
     });
-    this.buttons.append(button);
     return button;
+  }
+
+  offer(buttons) {
+    for (const button of [...this.buttons.children]) if (!buttons.includes(button)) button.remove();
+    buttons.forEach((button, index) => {
+      if (this.buttons.children[index] !== button) this.buttons.insertBefore(button, this.buttons.children[index] ?? null);
+    });
   }
 
   show(row, data) {
@@ -149,8 +156,8 @@ class Process {
     });
     this.models.hidden = !row.models.length;
     this.models.setAttribute("aria-label", `Models of ${row.name}: how much of each is loaded`);
-    this.release.hidden = row.pid == null && row.kind === "worker";
-    this.restart.hidden = row.kind !== "worker" || row.pid == null;
+    const worker = row.kind === "worker";
+    this.offer([...(worker && row.pid == null ? [] : [this.release]), ...(worker && row.pid != null ? [this.restart] : [])]);
     attribute(this.release, "aria-label", `Release memory of ${row.name}`);
     attribute(this.restart, "aria-label", `Restart ${row.name}`);
   }
@@ -168,6 +175,31 @@ function* facts(row, data) {
   if (row.pinned) yield ["Pinned RAM", size(row.pinned)];
 }
 
+// The front end's own question has no button that says what it does.
+function ask(title, message, action) {
+  const dialog = make("dialog", "pm-panel pm-dialog");
+  const [heading, text, buttons] = [make("h2", "", title), make("p", "", message), make("div", "pm-buttons")];
+  dialog.setAttribute("role", "alertdialog");
+  dialog.setAttribute("aria-label", title);
+  for (const [label, value] of [["Cancel", ""], [action, "yes"]]) {
+    const button = make("button", "", label);
+    button.type = "button";
+    button.addEventListener("click", () => dialog.close(value));
+    buttons.append(button);
+  }
+  dialog.append(heading, text, buttons);
+  // The front end has shortcuts for keys.
+  dialog.addEventListener("keydown", (event) => event.stopPropagation());
+  return new Promise((answer) => {
+    dialog.addEventListener("close", () => {
+      dialog.remove();
+      answer(dialog.returnValue === "yes");
+    });
+    document.body.append(dialog);
+    dialog.showModal();
+  });
+}
+
 function label(data, place) {
   return data.devices.find((device) => device.device === place)?.name.split(" ")[0] ?? place;
 }
@@ -183,9 +215,15 @@ class Panel {
     this.status.setAttribute("role", "status");
     this.bars = make("div");
     this.note = make("p", "pm-about");
+    this.legend = make("p", "pm-legend");
+    for (const [part, meaning] of LEGEND) {
+      const entry = make("span");
+      entry.append(make("span", `pm-swatch ${part}`), meaning);
+      this.legend.append(entry);
+    }
     this.list = make("ul", "pm-processes");
     this.list.setAttribute("aria-label", "Processes");
-    this.element.append(title, this.status, this.bars, this.list, this.note);
+    this.element.append(title, this.status, this.bars, this.legend, this.list, this.note);
     this.colors = new Map();
     this.timer = null;
     this.onEvent = (event) => this.show(event.detail);
@@ -314,7 +352,7 @@ class Panel {
   async restart(row) {
     if (row.state === "busy") {
       const message = `A node is running in ${row.name}. The prompt that it belongs to will fail.`;
-      if (!(await app.extensionManager.dialog.confirm({ title: `Restart ${row.name}?`, message }))) return;
+      if (!(await ask(`Restart ${row.name}?`, message, "Restart"))) return;
     }
     await this.act(`Restarting ${row.name}...`, "/process_memory/restart", { pid: row.pid }, ({ name, pid }) => `${name} is starting, pid ${pid}.`);
   }

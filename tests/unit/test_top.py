@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -45,9 +46,29 @@ def test_for_people(folder):
     assert shown.returncode == 0 and not shown.stderr
     lines = shown.stdout.splitlines()
     assert lines[0] == "cuda:GPU-1   8.0 GB of 24.0 GB held by 1 process"
-    assert lines[2].split() == [str(os.getpid()), "ComfyUI", "on", "port", "8188", "busy", "7.0", "GB", "512", "MB", "?", "100", "MB",
-                                "512", "MB", "0", "MB", "3.0", "GB"]
-    assert "worker of a pack" in lines[-1] and lines[-1].endswith("900 MB") and "\x1b" not in shown.stdout
+    assert lines[2].split() == [str(os.getpid()), "ComfyUI", "on", "port", "8188", "busy", "7.0G", "512M", "?", "100M",
+                                "512M", "0M", "3.0G"]
+    assert "worker of a pack" in lines[-1] and lines[-1].endswith("900M") and "\x1b" not in shown.stdout
+
+
+def test_a_terminal_of_80_columns_shows_every_column(folder):
+    from comfy_multiproc.commands.top import table
+    rows = json.loads(top(folder, "--once", "--json").stdout)["processes"]
+    rows[0].update(pid=4194304, name="worker of a pack with a long name", ram=123 * GB, pinned=1023 * MB)
+    rows[0]["devices"][0].update(weights=100 * GB, cached=1023 * MB, scratch=1023 * MB, claimed=1023 * MB, reclaimable=1023 * MB)
+    lines = table(rows, 80)
+    assert max(map(len, lines[1:3])) <= 80 and lines[1].endswith("RAM") and lines[2].endswith("123.0G") and "worker of" in lines[2]
+
+
+def test_until_ctrl_c_with_the_time_between_tables(folder):
+    with subprocess.Popen([sys.executable, "-m", "comfy_multiproc", "top", "--interval", "0.05"], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, env={**os.environ, "COMFY_MULTIPROC_RUNTIME": str(folder)}) as shown:
+        first = shown.stdout.readline()
+        while not (line := shown.stdout.readline()).startswith("-- "):
+            assert line
+        shown.send_signal(signal.SIGINT)
+        shown.stdout.read()
+        assert first.startswith("-- ") and shown.wait(30) == 0 and shown.stderr.read() == ""
 
 
 def test_for_a_program(folder):
