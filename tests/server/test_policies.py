@@ -130,7 +130,12 @@ def server(serve, fork_tree, tmp_path_factory, imports):
         pack.mkdir()
         (pack / "__init__.py").write_text(NODE.format(name=f"Rude_{name}", log=str(imports)) + rude)
         (pack / "pyproject.toml").write_text(f"[tool.comfyui-multiproc]\nisolate = true\ngroup = \"{'deadly' if name == 'exit' else 'rude'}\"\n")
-    return serve(fork_tree, ["--cpu", "--cache-none", "--isolate", "zoo_nodes", "--isolate", "nonsense"],
+    for name, isolate in (("lacking", "true"), ("loose", "false")):
+        pack = folder / name
+        pack.mkdir()
+        (pack / "__init__.py").write_text("import what_is_not_there\n")
+        (pack / "pyproject.toml").write_text(f"[tool.comfyui-multiproc]\nisolate = {isolate}\n")
+    return serve(fork_tree, ["--cpu", "--cache-none", "--isolate", "zoo_nodes", "--isolate", "nonsense", "--isolate", "god"],
                  packs=("zoo_nodes", *sorted(folder.iterdir())))
 
 
@@ -166,6 +171,21 @@ def test_a_missing_environment_by_policy(server, imports):
 def test_a_configuration_that_cannot_be_used_is_said(server):
     assert not packs(server)["wrong"]["isolated"] and "idle_seconds" in packs(server)["wrong"]["reason"]
     assert "--isolate nonsense: there is no such pack" in server.log()
+    assert any("--isolate god: there is no such pack" in line and line.endswith("did you mean good?") for line in server.log().splitlines())
+
+
+def test_a_pack_whose_import_fails_is_said_once_with_what_to_install(server):
+    log = server.log()
+    lacking, loose = packs(server)["lacking"], packs(server)["loose"]
+    assert not lacking["isolated"] and "-m pip install what_is_not_there" in lacking["reason"]
+    assert "its import failed" in loose["reason"]
+    listed = [line.strip() for line in log.splitlines()]
+    assert any(line.startswith("loose: nowhere: its import failed") for line in listed)
+    assert any(line.startswith("lacking: nowhere: ModuleNotFoundError") for line in listed)
+    lines = [line for line in log.splitlines() if "[lacking] " in line]
+    assert lines, log
+    assert sum("import what_is_not_there" in line for line in lines) == 1 and not any("comfy_multiproc" in line for line in lines)
+    assert sum("lacking" in line and "line 1, in <module>" in line for line in log.splitlines()) == 1
 
 
 def test_a_pack_that_is_rude_when_it_is_imported_is_not_tried_in_the_server_too(server):
