@@ -194,6 +194,9 @@ def write(body):
         if i % 100 == 0:
             sys.stderr.write(f"\r{i}")
     sys.stdout.write("äöü \N{SNOWMAN}\n")
+    for i in range(60):
+        sys.stderr.write(f"\r{i}%|##    | {i}/60 [00:01<00:02, 20.1it/s]")
+    sys.stderr.write("\n")
     logging.warning("a warning")
     return "written"
 
