@@ -33,6 +33,9 @@ def served(tmp_path):
     with children((process, tmp_path / "run", tmp_path / "card", "served"), (process, tmp_path / "run", tmp_path / "card", "asking")) as both:
         for child in both:
             assert child.hear() == "ready"
+        until = soon()
+        while not all(child.call(("books",))["peers"] for child in both) and time.monotonic() < until:
+            time.sleep(0.01)        # until they have found each other
         ledger = Ledger(tmp_path / "run")
         address = next(p.address for p in ledger.processes() if p.name == "served")
         with ledger.lock():
