@@ -30,12 +30,14 @@ def processes() -> list[dict[str, Any]]:
         age = max(ages, default=None if ram is None else ram_age + ram.age)
         known = [count.value for _, count in counts]
         holds = any(usage is None or usage.resident is None or usage.resident for usage in known)
+        stale = age is None or age > STALE
+        at_work = not stale and any(usage is not None and usage.busy for usage in known)
         if entry.gone:
             state = "gone"
-        elif entry.unconfirmed and holds and not any(usage is not None and usage.busy for usage in known):
+        elif entry.unconfirmed and holds and not at_work:
             state = "not confirmed"
         else:
-            state = "silent" if age is None or age > STALE or not entry.ready else ""
+            state = "silent" if stale or not entry.ready else ""
         rows.append(_row(entry.pid, entry.name, state, ram, [(place, count.value) for place, count in counts], age))
     return rows
 

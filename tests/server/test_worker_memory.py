@@ -106,6 +106,7 @@ def test_when_a_worker_does_not_answer_the_free_button_does_and_says_so(server):
     assert "not confirmed" not in [row["state"] for row in shown["processes"]] and worker(server, "zoo_idle")["pid"] == third
 
     assert server.run(one("ZooHold", seed=time.time_ns() % 10 ** 9, device="cpu:1")).ok
+    assert eventually(lambda: process(server, second)["state"] == "idle")
     os.kill(second, signal.SIGSTOP)
     try:
         began = time.monotonic()
