@@ -9,6 +9,7 @@ shared memory are what to quote. Every payload is made afresh and the receiver r
 
 import argparse
 import asyncio
+import contextlib
 import importlib.util
 import json
 import multiprocessing
@@ -397,7 +398,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    rows = summary(asyncio.run(measure(args.rounds)))
+    with contextlib.redirect_stdout(sys.stderr):        # peers say on it what they do
+        rows = summary(asyncio.run(measure(args.rounds)))
     if args.json:
         sys.stdout.write(json.dumps({"mib": MIB, "rounds": args.rounds, "rows": rows}) + "\n")
         return 0
