@@ -78,3 +78,14 @@ def children(*targets: tuple[Any, ...]) -> Iterator[list[Child]]:
             child.process.join(SECONDS)
             child.process.close()
             child.pipe.close()
+
+
+def meet(started: list[Child], names: list[str]) -> None:
+    """Wait until these small ComfyUI processes are ready and each knows all others."""
+    for child in started:
+        assert child.hear() == "ready"
+    for child, name in zip(started, names, strict=True):
+        deadline = time.monotonic() + SECONDS
+        while child.call(("books",))["peers"] != sorted(set(names) - {name}):
+            assert time.monotonic() < deadline, "they do not find each other"
+            time.sleep(0.01)

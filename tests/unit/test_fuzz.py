@@ -19,7 +19,7 @@ from comfy.process_memory import Outcome
 from comfy_multiproc.channel import MAX_FRAME, ChannelError, Client, auth_key, encode
 from comfy_multiproc.ledger import Ledger
 from comfy_multiproc.testing.card.capacity import CapacityFile
-from tests.unit.processes import SECONDS, children
+from tests.unit.processes import SECONDS, children, meet
 from tests.unit.small import KEY, MB, process
 
 CONNECTIONS = int(os.environ.get("COMFY_MULTIPROC_CONNECTIONS", "2000"))
@@ -31,11 +31,7 @@ def served(tmp_path):
     """A process with a model, another that asks it, and what a third one needs to connect."""
     CapacityFile.create(tmp_path / "card", [1000 * MB]).close()
     with children((process, tmp_path / "run", tmp_path / "card", "served"), (process, tmp_path / "run", tmp_path / "card", "asking")) as both:
-        for child in both:
-            assert child.hear() == "ready"
-        until = soon()
-        while not all(child.call(("books",))["peers"] for child in both) and time.monotonic() < until:
-            time.sleep(0.01)        # until they have found each other
+        meet(both, ["served", "asking"])
         ledger = Ledger(tmp_path / "run")
         address = next(p.address for p in ledger.processes() if p.name == "served")
         with ledger.lock():

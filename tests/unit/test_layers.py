@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.sources import imports
+
 ROOT = Path(__file__).resolve().parents[2]
 STANDARD = sys.stdlib_module_names
 COMMAND_LINE = {"fork", "testing", "demo", "commands", "doctor.py", "environment.py", "launch.py", "console.py", "__main__.py"}
@@ -14,28 +16,6 @@ COMMAND_LINE = {"fork", "testing", "demo", "commands", "doctor.py", "environment
 def modules(folder: str) -> list[Path]:
     found = sorted((ROOT / folder).rglob("*.py")) if (ROOT / folder).is_dir() else [ROOT / folder]
     return [path for path in found if path.is_file()]
-
-
-def imports(path: Path, *, top_level_only: bool = False) -> set[str]:
-    """Absolute names of what a module imports; type-checking blocks do not count."""
-    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
-    found: set[str] = set()
-
-    def visit(node: ast.AST) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-                continue
-            if top_level_only and isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-                continue
-            if isinstance(child, ast.Import):
-                found.update(alias.name for alias in child.names)
-            elif isinstance(child, ast.ImportFrom):
-                base = ".".join((*package[:len(package) - child.level + 1], *(child.module or "").split("."))).rstrip(".") if child.level else child.module or ""
-                found.update(f"{base}.{alias.name}" for alias in child.names)
-            visit(child)
-
-    visit(ast.parse(path.read_bytes()))
-    return found
 
 
 def outside(names: set[str], *allowed: str) -> set[str]:

@@ -17,7 +17,7 @@ from comfy_multiproc.ledger import SLOTS, Ledger
 from comfy_multiproc.peer import PeerProcess
 from comfy_multiproc.testing import check_provider
 from comfy_multiproc.testing.card.capacity import CapacityFile, read_card
-from tests.unit.processes import SECONDS, children, context
+from tests.unit.processes import SECONDS, children, context, meet
 from tests.unit.small import KEY, MB, process
 
 CARD = 1000 * MB
@@ -31,13 +31,7 @@ def running(tmp_path, *names, patience=1.0, keep_freed=False, barrier=None):
     card = tmp_path / "card"
     CapacityFile.create(card, [CARD], keep_freed=keep_freed).close()
     with children(*((process, tmp_path / "run", card, name, patience, barrier) for name in names)) as started:
-        for child in started:
-            assert child.hear() == "ready"
-        for child, name in zip(started, names):
-            deadline = time.monotonic() + SECONDS
-            while child.call(("books",))["peers"] != sorted(set(names) - {name}):
-                assert time.monotonic() < deadline, "they do not find each other"
-                time.sleep(0.01)
+        meet(started, list(names))
         yield started
 
 

@@ -1,6 +1,5 @@
 """Patch files: what is read from them, and what is refused."""
 
-import ast
 import re
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 
 from comfy_multiproc.fork import plan, series
 from comfy_multiproc.fork.series import SeriesError, version_number
+from tests.unit.sources import imports
 
 GOOD = '''
 subject = "a: b"
@@ -64,28 +64,16 @@ BUILDER = {"commands", "console.py", "demo", "doctor.py", "environment.py", "for
 """What of comfy_multiproc makes the fork, and is no part of it."""
 
 
-def imported(name: str, text: str) -> set[str]:
-    """Modules that a file imports, wherever in it, by absolute name; names that may be no module among them."""
-    package = Path(name).parent.parts
-    found = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = ".".join([*package[:len(package) - node.level + 1], *filter(None, [node.module])]) if node.level else node.module
-            found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
-    return found
-
-
 def test_new_files_come_once_and_import_nothing_that_comes_later():
-    ours = {path: data.decode() for patch in series.load() for add in patch.adds for path, data in add.files() if path.endswith(".py")}
+    ours = [path for patch in series.load() for add in patch.adds for path, _ in add.files() if path.endswith(".py")]
     modules = {".".join(Path(path).with_suffix("").parts).removesuffix(".__init__"): path for path in ours}
     there: set[str] = set()
     for patch in series.load():
         new = [path for add in patch.adds for path, _ in add.files()]
         assert there.isdisjoint(new), patch.name
         there.update(new)
-        later = {path: sorted(name for name in imported(path, ours[path]) if modules.get(name, path) not in there) for path in new if path in ours}
+        needed = {path: {part for name in imports(series.PROJECT / path, type_checking=True) for part in (name, name.rpartition(".")[0])} for path in new if path in ours}
+        later = {path: sorted(name for name in names if modules.get(name, path) not in there) for path, names in needed.items()}
         assert {path: names for path, names in later.items() if names} == {}, patch.name
 
 
