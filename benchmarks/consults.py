@@ -78,7 +78,7 @@ def without_providers() -> dict[str, float]:
         "full": lambda: process_memory.full(1),
         "weigh": lambda: process_memory.weigh([], 1.0, 1.0),
         "hints": lambda: process_memory.hints({}, (), None),
-        "recount": lambda: process_memory.recount(MODEL),
+        "shared_counter": lambda: process_memory.shared_counter(MODEL, CARD),
         "leave_headroom": process_memory.leave_headroom,
         "captures_over": lambda: process_memory.captures_over([CARD]),
         "make_way": lambda: process_memory.make_way(CARD, 1.0),

@@ -22,7 +22,7 @@ from .registry import serving
 from .registry import unregister as unregister_process_memory_provider
 from .report import processes, with_processes
 from .retry import noisy_oom_site, oom_site, room_given, start_again
-from .scratch import copied, copying, counted, recount
+from .scratch import copied, copying, shared_counter
 from .sizers import batch, make_way, ready, reclaimable, room_for, sizing, within
 from .unloading import everywhere, release_caches
 
@@ -30,13 +30,13 @@ __all__ = [
     "API_VERSION", "Candidate", "DEADLINE", "DeviceUsage", "Kind", "Outcome", "ProcessMemoryProvider",
     "RamUsage", "Reason", "Receipt", "ReleaseRequest", "admit", "admitting", "arrived", "arriving", "asked",
     "batch", "begin_capture", "budget", "cache_sizes", "candidates", "captures_over", "changed", "claims",
-    "copied", "copying", "counted", "devices", "end_capture", "everywhere", "excess", "for_file", "free",
+    "copied", "copying", "devices", "end_capture", "everywhere", "excess", "for_file", "free",
     "free_ram", "full", "gates", "headroom", "hints", "leave_headroom", "loaded", "make_room", "make_way",
     "may_capture", "moments", "node_ended", "node_started", "noisy_oom_site", "on_change", "one_ceiling",
     "oom_site", "peers_pins_too", "peers_registrations_too", "pin_again", "pin_shortfall", "pins", "pressed",
-    "processes", "ram", "ready", "reclaimable", "recount", "register_process_memory_provider", "registry",
+    "processes", "ram", "ready", "reclaimable", "register_process_memory_provider", "registry",
     "release_caches", "reserved", "rest", "room_for", "room_given", "serving", "settled_dtype", "shared_card",
-    "sizing", "start_again", "take_turn", "total_ram", "unregister_process_memory_provider", "weigh", "with_processes",
+    "shared_counter", "sizing", "start_again", "take_turn", "total_ram", "unregister_process_memory_provider", "weigh", "with_processes",
     "within",
 ]
 

@@ -4,15 +4,18 @@ ComfyUI casts an 8-bit file up where the card is big enough for the result. What
 is taken off that size here. A model counts from the moment its dtype is chosen: until it is in the list of loaded models,
 its bytes are claimed under the device's key plus ``+meant``, which no free figure sees and every gate does.
 
-A file keeps the dtype that it was given first, so that a prompt gives the same picture again whoever runs beside it.
+A file keeps the dtype that it was given first, so that a prompt gives the same picture again whoever runs beside it. Of a file
+that was first loaded while nobody else was there, only that is remembered: upstream's answer for the whole card is its dtype.
 """
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from . import admission, arithmetic, claims, devices, registry
@@ -20,10 +23,12 @@ from .figures import STALE, manager
 
 Result = TypeVar("Result")
 
-_here = threading.local()
+_path: ContextVar[Any] = ContextVar("path", default=None)                  # of the file that is being loaded
+_whole_card: ContextVar[bool] = ContextVar("whole_card", default=False)    # whether nobody else is looked at
 _lock = threading.Lock()
+_alone: set[Any] = set()                                    # paths whose first dtype was chosen while nobody could see it
 _dtypes: dict[tuple[Any, ...], Any] = {}                    # what was decided for a file -> dtype
-_building: dict[tuple[Any, str], int] = {}                  # (file, device key) -> bytes, while a loader runs
+_building: dict[tuple[Any, str], int] = {}                  # (path, device key) -> bytes, while a loader runs
 _claimed: set[str] = set()                                   # device keys under which something is claimed
 _built: weakref.WeakKeyDictionary[Any, tuple[str, int]] = weakref.WeakKeyDictionary()   # model -> device key, bytes
 
@@ -35,18 +40,23 @@ def meant(place: str) -> str:
 
 def for_file(load: Callable[..., Result]) -> Callable[..., Result]:
     """Decorates a loader whose first argument is the path of a model file."""
+    first = next(iter(inspect.signature(load).parameters))
+
     @functools.wraps(load)
-    def load_file(path: Any, *args: Any, **kwargs: Any) -> Result:
-        before, _here.file = getattr(_here, "file", None), _identity(path)
+    def load_file(*args: Any, **kwargs: Any) -> Result:
+        path = args[0] if args else kwargs.get(first)
+        if not (registry.entries or claims.current.shared or _built):
+            _alone.add(path)
+            return load(*args, **kwargs)
+        before = _path.set(path)
         try:
-            result = load(path, *args, **kwargs)
-            if admission.active():
-                for patcher in _patchers(result):
-                    _count(patcher)
+            result = load(*args, **kwargs)
+            for patcher in _patchers(result):
+                _count(patcher)
             return result
         finally:
-            file, _here.file = _here.file, before
-            for key in [key for key in _building if key[0] == file]:
+            _path.reset(before)
+            for key in [key for key in _building if key[0] == path]:
                 _building.pop(key, None)
             settle()
     return load_file
@@ -56,20 +66,24 @@ def settled_dtype(unet_dtype: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates unet_dtype: checking what others have committed and committing the model is one step; a file's first answer stays."""
     @functools.wraps(unet_dtype)
     def choose(device: Any = None, model_params: float = 0, *args: Any, **kwargs: Any) -> Any:
-        file = getattr(_here, "file", None)
-        if file is None:
+        path = _path.get()
+        if path is None:
             return unet_dtype(device, model_params, *args, **kwargs)
-        key = (file, str(device), model_params, repr(args), repr(sorted(kwargs.items())))
-        if not admission.active():
-            _dtypes[key] = unet_dtype(device, model_params, *args, **kwargs)
-        elif key not in _dtypes:
+        if path in _alone:
+            whole_card = _whole_card.set(True)
+            try:
+                return unet_dtype(device, model_params, *args, **kwargs)
+            finally:
+                _whole_card.reset(whole_card)
+        key = (_identity(path), str(device), model_params, repr(args), repr(sorted(kwargs.items())))
+        if key not in _dtypes:
             place = devices.key(manager().get_torch_device() if device is None else device)
             if place is None or model_params <= 0:
                 _dtypes[key] = unet_dtype(device, model_params, *args, **kwargs)
             else:
                 with claims.current.hold(meant(place), claims.HOLD):
                     _dtypes[key] = unet_dtype(device, model_params, *args, **kwargs)
-                    _building[file, place] = int(model_params * manager().dtype_size(_dtypes[key]))
+                    _building[path, place] = int(model_params * manager().dtype_size(_dtypes[key]))
                     settle()
         return _dtypes[key]
     return choose
@@ -80,7 +94,7 @@ def shared_card(maximum_vram_for_weights: Callable[..., float]) -> Callable[...,
     @functools.wraps(maximum_vram_for_weights)
     def maximum(device: Any = None) -> float:
         size = maximum_vram_for_weights(device)
-        if not registry.entries:
+        if not registry.entries or _whole_card.get():
             return size
         place = devices.key(manager().get_torch_device() if device is None else device)
         if place is None:

@@ -5,14 +5,12 @@ None of it is in the list of loaded models. It is summed here when somebody asks
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
 from . import gates, own, ram, registry
 from .figures import manager
 
-_counters: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()    # MemoryCounter -> device
 _backups: tuple[float, int] = (float("-inf"), 0)
 
 
@@ -46,17 +44,30 @@ def _count_backups() -> int:
                  and not mapped(tensor))
 
 
-def counted(counter: Any, device: Any) -> None:
-    """A MemoryCounter has been made from what was free on `device`."""
-    if registry.entries and counter is not None:
-        _counters[counter] = device
+def shared_counter(counter: Any, device: Any) -> Any:
+    """What is spent in place of a MemoryCounter that has been made from what was free on `device`; None if none has been made."""
+    return _SharedCounter(counter, device) if registry.entries and counter is not None else counter
 
 
-def recount(counter: Any) -> None:
-    """Before a MemoryCounter is spent: never more than what is free by now, whoever else has taken some."""
-    device = _counters.get(counter) if registry.entries else None
-    if device is not None:
-        counter.value = min(counter.value, manager().get_free_memory(device))
+class _SharedCounter:
+    """A MemoryCounter that is never above what is free by now, whoever else has taken some."""
+
+    def __init__(self, counter: Any, device: Any):
+        self._counter, self._device = counter, device
+
+    def use(self, weight: Any) -> bool:
+        self._lower()
+        return bool(self._counter.use(weight))
+
+    def is_useable(self, used: int) -> bool:
+        self._lower()
+        return bool(self._counter.is_useable(used))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._counter, name)
+
+    def _lower(self) -> None:
+        self._counter.value = min(self._counter.value, manager().get_free_memory(self._device))
 
 
 def copying(patcher: Any) -> None:

@@ -75,16 +75,16 @@ def test_weights_are_cached_for_hooks_only_as_long_as_there_is_room_on_the_card_
     key = "layers.0.weight"
     patcher.add_hook_patches(hook, {key: (torch.ones_like(patcher.model.layers[0].weight, device="cpu"),)})
     patcher.register_all_hook_patches(group, comfy.hooks.create_target_dict(comfy.hooks.EnumWeightTarget.Model))
-    use, load = comfy.model_patcher.MemoryCounter.use, taken
+    patch_weight, load = comfy.model_patcher.ModelPatcher.patch_hook_weight_to_device, taken
 
-    def after_the_count(counter, weight):
+    def after_the_count(*args, **kwargs):
         nonlocal load
         if load:
             load = False
             other.call("load", model="more", nbytes=120 * MIB)
-        return use(counter, weight)
+        return patch_weight(*args, **kwargs)
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-        patch.setattr(comfy.model_patcher.MemoryCounter, "use", after_the_count)
+        patch.setattr(comfy.model_patcher.ModelPatcher, "patch_hook_weight_to_device", after_the_count)
         patcher.patch_hooks(group)
     [(cached, _)] = patcher.cached_hook_patches[group].values()
     # 192 MiB were free when it was counted, and 77 are to be left; with 120 gone there is no room.

@@ -17,6 +17,7 @@ GIB = 1 << 30
 @pytest.fixture
 def here():
     from comfy.process_memory import gates
+    gates._alone.clear()
     yield runtimes.start("here")
     runtimes.kept.clear()
     gates._dtypes.clear()
