@@ -56,36 +56,35 @@ def without_providers() -> dict[str, float]:
         pass
     bare = nanoseconds(nothing, 50_000)
     consults: dict[str, Callable[[], Any]] = {
-        "candidates": lambda: process_memory.candidates(CARD, [], 1, False),
-        "asked": lambda: process_memory.asked(ENTRY),
-        "rest": process_memory.rest,
-        "free": lambda: process_memory.free(CARD, 1, 1),
-        "admit": lambda: process_memory.admit({}, 0),
-        "budget": lambda: process_memory.budget(MODEL, 0.1),
-        "loaded": process_memory.loaded,
+        "peer_candidates": lambda: process_memory.peer_candidates(CARD, [], 1, False),
+        "ask_peer": lambda: process_memory.ask_peer(ENTRY),
+        "ask_busy_peers": process_memory.ask_busy_peers,
+        "left_by_peers": lambda: process_memory.left_by_peers(CARD, 1, 1),
+        "claim_load": lambda: process_memory.claim_load({}, 0),
+        "limit_budget": lambda: process_memory.limit_budget(MODEL, 0.1),
+        "model_loaded": process_memory.model_loaded,
         "node_started": process_memory.node_started,
         "node_ended": process_memory.node_ended,
-        "release_caches": process_memory.release_caches,
+        "release_peers_caches": process_memory.release_peers_caches,
         "make_room": lambda: process_memory.make_room(CARD, 1),
         "reclaimable": lambda: process_memory.reclaimable(CARD),
-        "ready": lambda: process_memory.ready(MODEL, CARD, nothing),
-        "batch": lambda: process_memory.batch(MODEL, CARD, 2.0, 3, 4),
-        "room_for": lambda: process_memory.room_for(CARD, 2.0, 1.0),
-        "within": lambda: process_memory.within(CARD, 1.0),
-        "excess": process_memory.excess,
-        "free_ram": lambda: process_memory.free_ram(CARD, 1, 1),
+        "room_for_batch": lambda: process_memory.room_for_batch(MODEL, CARD, nothing),
+        "batch_size": lambda: process_memory.batch_size(MODEL, CARD, 2.0, 3, 4),
+        "free_after_asking": lambda: process_memory.free_after_asking(CARD, 2.0, 1.0),
+        "obtainable": lambda: process_memory.obtainable(CARD, 1.0),
+        "beyond_container": process_memory.beyond_container,
+        "container_free": lambda: process_memory.container_free(CARD, 1, 1),
         "pin_shortfall": lambda: process_memory.pin_shortfall(1, 1.0),
-        "full": lambda: process_memory.full(1),
-        "weigh": lambda: process_memory.weigh([], 1.0, 1.0),
-        "hints": lambda: process_memory.hints({}, (), None),
-        "shared_counter": lambda: process_memory.shared_counter(MODEL, CARD),
-        "leave_headroom": process_memory.leave_headroom,
-        "captures_over": lambda: process_memory.captures_over([CARD]),
-        "make_way": lambda: process_memory.make_way(CARD, 1.0),
-        "sizing": lambda: process_memory.sizing(MODEL, CARD, 1.0),
-        "arriving": lambda: process_memory.arriving(MODEL, CARD),
-        "arrived": lambda: process_memory.arrived(CARD),
-        "total_ram": lambda: process_memory.total_ram(CARD, 1.0),
+        "pins_full": lambda: process_memory.pins_full(1),
+        "weigh_outputs": lambda: process_memory.weigh_outputs([], 1.0, 1.0),
+        "hint_memory": lambda: process_memory.hint_memory({}, (), None),
+        "set_pager_headroom": process_memory.set_pager_headroom,
+        "wait_for_captures": lambda: process_memory.wait_for_captures([CARD]),
+        "ask_for_room": lambda: process_memory.ask_for_room(CARD, 1.0),
+        "free_for_batch": lambda: process_memory.free_for_batch(MODEL, CARD, 1.0),
+        "claim_network": lambda: process_memory.claim_network(MODEL, CARD),
+        "settle_network": lambda: process_memory.settle_network(CARD),
+        "container_total": lambda: process_memory.container_total(CARD, 1.0),
         "moments.step": process_memory.moments.step,
         "moments.before_node": process_memory.moments.before_node,
         "moments.after_node": process_memory.moments.after_node,
@@ -93,16 +92,16 @@ def without_providers() -> dict[str, float]:
         "moments.awake": lambda: process_memory.moments.awake(True),
     }
     found = {name: nanoseconds(call, 50_000) for name, call in consults.items()}
-    for name, decorate in (("admitting", process_memory.admitting), ("everywhere", process_memory.everywhere),
-                           ("with_processes", process_memory.with_processes), ("oom_site", process_memory.oom_site),
+    for name, decorate in (("claims_memory", process_memory.claims_memory), ("peers_unload_too", process_memory.peers_unload_too),
+                           ("with_processes", process_memory.with_processes), ("asks_peers_on_oom", process_memory.asks_peers_on_oom),
                            ("may_capture", process_memory.may_capture), ("settled_dtype", process_memory.settled_dtype),
                            ("shared_card", process_memory.shared_card),
-                           ("noisy_oom_site", process_memory.noisy_oom_site), ("moments.no_safe_point", process_memory.moments.no_safe_point)):
+                           ("asks_peers_on_oom_same_noise", process_memory.asks_peers_on_oom_same_noise), ("moments.no_safe_point", process_memory.moments.no_safe_point)):
         found[name] = max(0.0, nanoseconds(decorate(nothing), 50_000) - bare)
     def given(what: object, **options: object) -> bool:
         return True
-    for name, decorate_given, what in (("reserved", process_memory.reserved, 1), ("peers_registrations_too", process_memory.peers_registrations_too, 1),
-                                       ("one_ceiling", process_memory.one_ceiling, 1), ("for_file", process_memory.for_file, "model.safetensors")):
+    for name, decorate_given, what in (("reserves_pins", process_memory.reserves_pins, 1), ("peers_registrations_too", process_memory.peers_registrations_too, 1),
+                                       ("one_pin_ceiling", process_memory.one_pin_ceiling, 1), ("for_file", process_memory.for_file, "model.safetensors")):
         call = decorate_given(given)
         found[name] = max(0.0, nanoseconds(lambda call=call, what=what: call(what), 50_000) - bare)
     return found
@@ -117,7 +116,7 @@ def with_providers() -> dict[str, float]:
             registry.register(peer)
         found[f"usage of 16, {kind}"] = nanoseconds(lambda: registry.count("usage", "cpu:0"), 300) / 1000
         found[f"usage and candidates of 16, {kind}"] = nanoseconds(
-            lambda: (registry.count("usage", "cpu:0"), registry.count("candidates", "cpu:0")), 300) / 1000
+            lambda: (registry.count("usage", "cpu:0"), registry.count("peer_candidates", "cpu:0")), 300) / 1000
         entry = registry.entries[0]
         found[f"one release that frees at once, {kind}"] = nanoseconds(
             lambda: registry.ask("release", [(entry, ReleaseRequest(device="cpu:0", bytes=1))]), 300) / 1000

@@ -6,38 +6,41 @@ what ComfyUI's own code calls at its decisions. With no provider registered each
 from collections.abc import Callable
 
 from . import claims, devices, gates, moments, pins, ram, registry
-from .admission import admit, admitting, budget, loaded, node_ended, node_started, take_turn
-from .capture import begin_capture, captures_over, end_capture, may_capture
-from .control import arrived, arriving, hints
+from .admission import claim_load, claims_memory, limit_budget, model_loaded, node_ended, node_started, wait_for_turn
+from .capture import begin_capture, end_capture, may_capture, wait_for_captures
+from .control import claim_network, hint_memory, settle_network
 from .gates import for_file, settled_dtype, shared_card
-from .ladder import asked, candidates, make_room, rest
-from .pager import leave_headroom
-from .pins import full, one_ceiling, peers_pins_too, peers_registrations_too, pin_again, pin_shortfall, reserved
+from .ladder import ask_busy_peers, ask_peer, make_room, peer_candidates
+from .pager import set_pager_headroom
+from .pins import one_pin_ceiling, peers_pins_too, peers_registrations_too, pin_again, pin_shortfall, pins_full, reserves_pins
 from .provider import (API_VERSION, DEADLINE, Candidate, DeviceUsage, Kind, Outcome, ProcessMemoryProvider, RamUsage,
                        Reason, Receipt, ReleaseRequest)
-from .ram import cache_sizes, excess, free_ram, headroom, pressed, total_ram, weigh
-from .reading import free
+from .ram import beyond_container, container_cache_sizes, container_free, container_total, peers_results_too, tell_headroom, weigh_outputs
+from .reading import left_by_peers
 from .registry import register as register_process_memory_provider
 from .registry import serving
 from .registry import unregister as unregister_process_memory_provider
 from .report import processes, with_processes
-from .retry import noisy_oom_site, oom_site, room_given, start_again
-from .scratch import copied, copying, shared_counter
-from .sizers import batch, make_way, ready, reclaimable, room_for, sizing, within
-from .unloading import everywhere, release_caches
+from .retry import asks_peers_on_oom, asks_peers_on_oom_same_noise, peers_made_room, start_over_if_peers_made_room
+from .scratch import admit_copy, copy_loaded, shared_counter
+from .sizers import ask_for_room, batch_size, free_after_asking, free_for_batch, obtainable, reclaimable, room_for_batch
+from .unloading import peers_unload_too, release_peers_caches
 
 __all__ = [
     "API_VERSION", "Candidate", "DEADLINE", "DeviceUsage", "Kind", "Outcome", "ProcessMemoryProvider",
-    "RamUsage", "Reason", "Receipt", "ReleaseRequest", "admit", "admitting", "arrived", "arriving", "asked",
-    "batch", "begin_capture", "budget", "cache_sizes", "candidates", "captures_over", "changed", "claims",
-    "copied", "copying", "devices", "end_capture", "everywhere", "excess", "for_file", "free",
-    "free_ram", "full", "gates", "headroom", "hints", "leave_headroom", "loaded", "make_room", "make_way",
-    "may_capture", "moments", "node_ended", "node_started", "noisy_oom_site", "on_change", "one_ceiling",
-    "oom_site", "peers_pins_too", "peers_registrations_too", "pin_again", "pin_shortfall", "pins", "pressed",
-    "processes", "ram", "ready", "reclaimable", "register_process_memory_provider", "registry",
-    "release_caches", "reserved", "rest", "room_for", "room_given", "serving", "settled_dtype", "shared_card",
-    "shared_counter", "sizing", "start_again", "take_turn", "total_ram", "unregister_process_memory_provider", "weigh", "with_processes",
-    "within",
+    "RamUsage", "Reason", "Receipt", "ReleaseRequest", "admit_copy", "ask_busy_peers", "ask_for_room",
+    "ask_peer", "asks_peers_on_oom", "asks_peers_on_oom_same_noise", "batch_size", "begin_capture",
+    "beyond_container", "changed", "claim_load", "claim_network", "claims", "claims_memory",
+    "container_cache_sizes", "container_free", "container_total", "copy_loaded", "devices",
+    "end_capture", "for_file", "free_after_asking", "free_for_batch", "gates", "hint_memory", "left_by_peers",
+    "limit_budget", "make_room", "may_capture", "model_loaded", "moments", "node_ended", "node_started",
+    "obtainable", "on_change", "one_pin_ceiling", "peer_candidates", "peers_made_room", "peers_pins_too",
+    "peers_registrations_too", "peers_results_too", "peers_unload_too", "pin_again", "pin_shortfall", "pins",
+    "pins_full", "processes", "ram", "reclaimable", "register_process_memory_provider", "registry",
+    "release_peers_caches", "reserves_pins", "room_for_batch", "serving", "set_pager_headroom",
+    "settle_network", "settled_dtype", "shared_card", "shared_counter", "start_over_if_peers_made_room", "tell_headroom",
+    "unregister_process_memory_provider", "wait_for_captures", "wait_for_turn", "weigh_outputs",
+    "with_processes",
 ]
 
 on_change: Callable[[], None] | None = None

@@ -110,7 +110,7 @@ def active() -> bool:
     return bool(registry.entries) or claims.current.shared
 
 
-def admitting(load_models_gpu: Callable[..., Result]) -> Callable[..., Result]:
+def claims_memory(load_models_gpu: Callable[..., Result]) -> Callable[..., Result]:
     """Decorates load_models_gpu: whatever a call claims ends with it. Calls may nest on one thread."""
     @functools.wraps(load_models_gpu)
     def load(*args: Any, **kwargs: Any) -> Result:
@@ -134,7 +134,7 @@ def admitting(load_models_gpu: Callable[..., Result]) -> Callable[..., Result]:
     return load
 
 
-def admit(needed: Mapping[Any, float], beyond: float) -> None:
+def claim_load(needed: Mapping[Any, float], beyond: float) -> None:
     """A load is about to make room: claim what it `needed` (bytes of weights by device) and what its caller needs
     `beyond` weights, as far as it is there already."""
     load = _running()
@@ -154,7 +154,7 @@ def admit(needed: Mapping[Any, float], beyond: float) -> None:
         _claim(device, place)
 
 
-def take_turn(for_dynamic: bool) -> None:
+def wait_for_turn(for_dynamic: bool) -> None:
     """Room has been made, as far as others gave it. A process that was idle when the load began may have begun a node
     before it was asked; then wait until it is done, and make room again."""
     load = _running()
@@ -179,7 +179,7 @@ def top_up(device: Any, place: str) -> None:
         _claim(device, place)
 
 
-def budget(loaded_model: Any, size: float) -> float:
+def limit_budget(loaded_model: Any, size: float) -> float:
     """The partial load budget for a model that is about to be loaded: `size`, or less if others have claimed the
     difference since it was worked out; the claim is then what will really come."""
     load = _running()
@@ -214,8 +214,8 @@ def arrived() -> None:
             _lower(model.place)
 
 
-def loaded() -> None:
-    """The model that :func:`budget` was asked about is on its device, and in the list of loaded models."""
+def model_loaded() -> None:
+    """The model that :func:`limit_budget` was asked about is on its device, and in the list of loaded models."""
     load = _running()
     if load is None or load.coming is None:
         return

@@ -61,7 +61,7 @@ def end_capture() -> None:
             logging.exception("Process memory: the end of a graph capture could not be told to all processes")
 
 
-def captures_over(wanted: Iterable[Any]) -> bool:
+def wait_for_captures(wanted: Iterable[Any]) -> bool:
     """Wait until nobody else captures on the devices in `wanted`, at most PATIENCE seconds; whether it came to that."""
     if not registry.entries or registry.is_serving():
         return True

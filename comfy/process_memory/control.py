@@ -15,7 +15,7 @@ from .figures import manager
 from .provider import Reason
 
 
-def hints(conds: Mapping[str, Any], shape: Any, dtype: Any) -> int:
+def hint_memory(conds: Mapping[str, Any], shape: Any, dtype: Any) -> int:
     """Bytes of the hints of all control nets in `conds` for latents of `shape`, as they stay on the card while sampling."""
     if not admission.active():
         return 0
@@ -38,7 +38,7 @@ def hint_size(net: Any, shape: Any, dtype_size: int) -> int:
     return int(shape[0] * 2 * channels * (shape[-2] * ratio) * (shape[-1] * ratio) * size)
 
 
-def arriving(network: Any, device: Any, weights: Mapping[str, Any] | None = None, dtype: Any = None) -> None:
+def claim_network(network: Any, device: Any, weights: Mapping[str, Any] | None = None, dtype: Any = None) -> None:
     """A network that no list knows is about to move to `device`, followed by `weights` as `dtype`: have peers make room for
     both, and claim it."""
     place = devices.key(device) if registry.entries else None
@@ -55,7 +55,7 @@ def arriving(network: Any, device: Any, weights: Mapping[str, Any] | None = None
             admission.add(place, min(size, arithmetic.clamp(mm.get_free_memory(device), arithmetic.SENTINEL)))
 
 
-def arrived(device: Any) -> None:
+def settle_network(device: Any) -> None:
     """It is there, or gone again."""
     place = devices.key(device) if registry.entries else None
     if place is not None:

@@ -113,7 +113,7 @@ class Shortfall:
                           "no answer" if receipt is None else receipt.outcome.value, freed // (1024 * 1024), freed, request.bytes)
 
 
-def candidates(device: Any, keep_loaded: Sequence[Any], memory_required: float, for_dynamic: bool) -> Iterable[Peer]:
+def peer_candidates(device: Any, keep_loaded: Sequence[Any], memory_required: float, for_dynamic: bool) -> Iterable[Peer]:
     """What idle peers could give back, to be sorted with the models of this process; empty if `memory_required` is free.
 
     Models of this process that page on demand leave what a dynamic load needs by themselves, so peers, which cannot,
@@ -138,7 +138,7 @@ def candidates(device: Any, keep_loaded: Sequence[Any], memory_required: float, 
     return shortfall.idle(own_first=mm.DISABLE_SMART_MEMORY) if shortfall.missing() else ()
 
 
-def asked(entry: tuple[Any, ...]) -> bool:
+def ask_peer(entry: tuple[Any, ...]) -> bool:
     """Whether an entry of the ladder is a peer's; it has then been asked for what was missing, and has had its turn."""
     if type(entry) is not Peer:
         return False
@@ -146,7 +146,7 @@ def asked(entry: tuple[Any, ...]) -> bool:
     return True
 
 
-def rest() -> None:
+def ask_busy_peers() -> None:
     """The end of the ladder: ask busy peers for what is missing still, and claim what has become free."""
     if not registry.entries:
         return

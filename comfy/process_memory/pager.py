@@ -15,7 +15,7 @@ from .figures import STALE, manager
 _forwarded: int | None = None
 
 
-def leave_headroom() -> None:
+def set_pager_headroom() -> None:
     """Tell the pager what it must leave. Called between nodes and before a load; nothing is told unless it has changed."""
     global _forwarded
     if not registry.entries and _forwarded is None:

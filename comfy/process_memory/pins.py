@@ -103,11 +103,11 @@ def pin_shortfall(size: int, shortfall: float) -> float:
         return max(shortfall, reserve(size))
     missing = reserve(size, new=True)
     own = manager().comfy.memory_management.RAM_CACHE_HEADROOM
-    shortfall += ram.excess() + ram.floor(own) - max(own / 2, ram.FLOOR)
+    shortfall += ram.beyond_container() + ram.floor(own) - max(own / 2, ram.FLOOR)
     return max(shortfall, missing) if missing else shortfall
 
 
-def reserved(ensure_pin_budget: Callable[..., bool]) -> Callable[..., bool]:
+def reserves_pins(ensure_pin_budget: Callable[..., bool]) -> Callable[..., bool]:
     """Decorates ensure_pin_budget: what it has found room for is reserved, before another process finds the same room."""
     @functools.wraps(ensure_pin_budget)
     def ensure(size: int, *args: Any, **kwargs: Any) -> bool:
@@ -151,7 +151,7 @@ def peers_registrations_too(free_registrations: Callable[..., bool]) -> Callable
     return free
 
 
-def one_ceiling(ensure_pin_registerable: Callable[..., bool]) -> Callable[..., bool]:
+def one_pin_ceiling(ensure_pin_registerable: Callable[..., bool]) -> Callable[..., bool]:
     """Decorates ensure_pin_registerable: the ceiling is one for all processes."""
     @functools.wraps(ensure_pin_registerable)
     def ensure(size: int, evict_active: bool = True) -> bool:
@@ -170,7 +170,7 @@ def one_ceiling(ensure_pin_registerable: Callable[..., bool]) -> Callable[..., b
     return ensure
 
 
-def full(size: int) -> bool:
+def pins_full(size: int) -> bool:
     """Whether `size` more bytes are above the common ceiling, after everybody has been asked: they stay unlocked then."""
     if not _shared() or registry.is_serving():
         return False

@@ -2,7 +2,7 @@
 caches are given up.
 
 ComfyUI compares psutil's figures with thresholds at some ten places. Each gets the difference between those figures and what
-there is (:func:`excess`), so that host and workers see one number. Nothing is different while no other process is known and
+there is (:func:`beyond_container`), so that host and workers see one number. Nothing is different while no other process is known and
 none can know of this one.
 """
 from __future__ import annotations
@@ -41,7 +41,7 @@ _results: tuple[float, int] = (float("-inf"), 0)
 _gave_nothing = {"release_ram": float("-inf"), "release_pins": float("-inf")}
 
 
-def excess() -> int:
+def beyond_container() -> int:
     """By how many bytes psutil's available memory is more than this process and those around it may still use."""
     global _read
     if not admission.active() or limits.upstream() is not None or registry.is_serving():
@@ -54,21 +54,21 @@ def excess() -> int:
     return _read[1]
 
 
-def free_ram(device: Any, total: float, own: float) -> tuple[float, float]:
+def container_free(device: Any, total: float, own: float) -> tuple[float, float]:
     """What get_free_memory reports for a `device` that may be the CPU, given what it has read."""
     if admission.active() and getattr(device, "type", None) == "cpu" and getattr(device, "index", None) is None:
-        total = own = max(0, total - excess())
+        total = own = max(0, total - beyond_container())
     return total, own
 
 
-def total_ram(device: Any, total: float) -> float:
+def container_total(device: Any, total: float) -> float:
     """What get_total_memory reports, likewise."""
     if admission.active() and getattr(device, "type", None) == "cpu" and getattr(device, "index", None) is None:
         return min(total, limits.total())
     return total
 
 
-def cache_sizes(active: float, inactive: float, given: Sequence[float]) -> tuple[float, float]:
+def container_cache_sizes(active: float, inactive: float, given: Sequence[float]) -> tuple[float, float]:
     """What the output cache keeps free for running prompts and for others, in GiB; `given` on the command line stays."""
     if not admission.active() or active <= 0:
         return active, inactive
@@ -76,7 +76,7 @@ def cache_sizes(active: float, inactive: float, given: Sequence[float]) -> tuple
     return (active if len(given) > 0 else min(active, max(2.0, total * 0.10)), inactive if len(given) > 1 else min(inactive, total))
 
 
-def headroom(size: int) -> None:
+def tell_headroom(size: int) -> None:
     """The output cache of this process keeps `size` bytes free from now on: others lock no memory below that floor either."""
     if admission.active() and size != claims.current.own(HEADROOM):
         claims.current.write(HEADROOM, size)
@@ -102,7 +102,7 @@ def admit(size: float) -> None:
             ask("release_ram", missing)
 
 
-def pressed(ram_release: Callable[..., Result]) -> Callable[..., Result]:
+def peers_results_too(ram_release: Callable[..., Result]) -> Callable[..., Result]:
     """Decorates RAMPressureCache.ram_release: an entry that cannot be measured is dropped instead of ending the prompt worker,
     and when this cache has nothing left to give, idle peers give up results of theirs."""
     @functools.wraps(ram_release)
@@ -121,7 +121,7 @@ def pressed(ram_release: Callable[..., Result]) -> Callable[..., Result]:
     return release
 
 
-def weigh(outputs: Any, size: float, score: float) -> tuple[float, float]:
+def weigh_outputs(outputs: Any, size: float, score: float) -> tuple[float, float]:
     """The `size` and the `score` that the output cache gives an entry, with what it does not see: tensors in dictionaries, and
     what stays in another process for the entry's sake (``held_ram`` of an object, in bytes)."""
     if not admission.active():

@@ -7,7 +7,7 @@ from . import admission, arithmetic, devices, registry
 from .figures import here, others
 
 
-def free(device: Any, total: float, cached: float) -> float:
+def left_by_peers(device: Any, total: float, cached: float) -> float:
     """What get_free_memory reports, given the backend's figure and the part of it that this process's allocator keeps.
 
     Others' claims are taken off, and what they hold too where the backend's figure does not show it. Nothing is ever

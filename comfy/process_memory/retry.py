@@ -1,7 +1,7 @@
 """Out of memory: before a site makes its own work smaller, peers are asked, and the same size is tried once more.
 
 ComfyUI catches an allocation that failed at some ten sites, each of which goes on with less. Such a function is decorated
-with :func:`oom_site`; in its handler it calls :func:`room_given` and begins its loop again, or :func:`start_again`, which
+with :func:`asks_peers_on_oom`; in its handler it calls :func:`peers_made_room` and begins its loop again, or :func:`start_over_if_peers_made_room`, which
 has the decorator call it anew once the exception, which holds the tensors of the failed frames, is off the books. Only
 peers are asked in a handler, never this process's own models, and at most once for each handler and call.
 """
@@ -47,7 +47,7 @@ class _Site:
         self.asked: set[int] = set()    # lines of the handlers that have asked
 
 
-def oom_site(function: Function, noise: bool = False) -> Function:
+def asks_peers_on_oom(function: Function, noise: bool = False) -> Function:
     """Decorates a function that handles out of memory by itself. `noise`: it may draw random numbers, the same ones when it
     is called anew."""
     code = function.__code__
@@ -75,18 +75,18 @@ def oom_site(function: Function, noise: bool = False) -> Function:
     return call  # type: ignore[return-value]
 
 
-noisy_oom_site = functools.partial(oom_site, noise=True)
+asks_peers_on_oom_same_noise = functools.partial(asks_peers_on_oom, noise=True)
 
 
-def room_given() -> bool:
+def peers_made_room() -> bool:
     """In a handler of out of memory: whether peers have made room, so that the same size is worth another try.
 
-    True at most once for each handler and call of a function decorated with :func:`oom_site`.
+    True at most once for each handler and call of a function decorated with :func:`asks_peers_on_oom`.
     """
     return bool(registry.entries) and _room_given(sys._getframe(1)) is not None
 
 
-def start_again() -> None:
+def start_over_if_peers_made_room() -> None:
     """In a handler of out of memory: if peers have made room, leave the function and let it be called anew, once."""
     if registry.entries:
         site = _room_given(sys._getframe(1))

@@ -70,13 +70,13 @@ class _SharedCounter:
         self._counter.value = min(self._counter.value, manager().get_free_memory(self._device))
 
 
-def copying(patcher: Any) -> None:
+def admit_copy(patcher: Any) -> None:
     """The weights of `patcher` are about to be loaded a second time, for another GPU: have peers make room in host memory."""
     if registry.entries:
         ram.admit(patcher.model_size())
 
 
-def copied(patcher: Any) -> None:
+def copy_loaded(patcher: Any) -> None:
     """They are meant for its device."""
     gates.mean(patcher)
 

@@ -31,12 +31,12 @@ def reclaimable(device: Any) -> int:
                if usage is not None and age == 0.0 and usage.busy is False and not usage.capturing and not entry.gone)
 
 
-def sizing(patcher: Any, device: Any, free: float) -> float:
+def free_for_batch(patcher: Any, device: Any, free: float) -> float:
     """What a batch on `device` may be sized by, where ComfyUI read the mere `free` figure: as for any other batch."""
     return float(patcher.get_free_memory(device)) if registry.entries else free
 
 
-def ready(patcher: Any, device: Any, needed: Callable[[], float]) -> bool:
+def room_for_batch(patcher: Any, device: Any, needed: Callable[[], float]) -> bool:
     """Whether `needed` bytes are there for the next forward of `patcher`, asking idle peers for what is missing of them."""
     if not registry.entries:
         return True
@@ -44,7 +44,7 @@ def ready(patcher: Any, device: Any, needed: Callable[[], float]) -> bool:
     return size <= _at_hand(patcher, device, size)
 
 
-def batch(patcher: Any, device: Any, each: float, number: int, items: int) -> int:
+def batch_size(patcher: Any, device: Any, each: float, number: int, items: int) -> int:
     """How many of `items` are done at once, each of them needing so many bytes: `number`, or as many as there is room for."""
     if not registry.entries or each <= 0:
         return number
@@ -53,14 +53,14 @@ def batch(patcher: Any, device: Any, each: float, number: int, items: int) -> in
     return number if needed <= at_hand else max(1, int(at_hand / each))
 
 
-def room_for(device: Any, needed: float, free: float) -> float:
+def free_after_asking(device: Any, needed: float, free: float) -> float:
     """What is free on `device`, `free` before: idle peers are asked for what is missing of `needed`."""
     if needed <= free or not registry.entries or not reclaimable(device):
         return free
     return _ask(device, needed)
 
 
-def make_way(device: Any, needed: float) -> None:
+def ask_for_room(device: Any, needed: float) -> None:
     """Before a choice is made by whether more than `needed` bytes are free on `device`, which may be the CPU: idle peers are
     asked for what is missing, so that the figure read next is the one that counts."""
     if not registry.entries or device is None or needed <= 0:
@@ -68,10 +68,10 @@ def make_way(device: Any, needed: float) -> None:
     if devices.key(device) is None:
         ram.admit(needed)
     else:
-        room_for(device, needed + 1, manager().get_free_memory(device))
+        free_after_asking(device, needed + 1, manager().get_free_memory(device))
 
 
-def within(device: Any, size: float) -> float:
+def obtainable(device: Any, size: float) -> float:
     """`size`, but no more than this process can have of the card: what it has, what is free, and what idle peers would give."""
     if not registry.entries or devices.key(device) is None:
         return size

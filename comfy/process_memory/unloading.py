@@ -18,7 +18,7 @@ from .provider import DEADLINE, DeviceUsage, Kind, Outcome, Reason, Receipt, Rel
 Result = TypeVar("Result")
 
 
-def everywhere(unload_all_models: Callable[..., Result]) -> Callable[..., Result]:
+def peers_unload_too(unload_all_models: Callable[..., Result]) -> Callable[..., Result]:
     """Decorates unload_all_models: then every other process unloads too, on every device that this one knows."""
     @functools.wraps(unload_all_models)
     def unload(*args: object, **kwargs: object) -> Result:
@@ -70,7 +70,7 @@ def _note(entry: registry.Entry, request: ReleaseRequest, receipt: Receipt | Non
         logging.debug("Process memory: %s unloaded %d MB from %s", entry, arithmetic.freed(receipt, request.bytes) // (1024 * 1024), request.device)
 
 
-def release_caches() -> None:
+def release_peers_caches() -> None:
     """Ask idle peers for what their allocators keep and do not use. Called now and then, when this process does the same."""
     if not registry.entries or registry.is_serving():
         return

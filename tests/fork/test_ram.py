@@ -246,10 +246,10 @@ def test_a_received_tensor_that_is_dropped_is_unlocked_first(card, here, box, mo
 @pytest.mark.row(15)
 def test_the_cache_s_own_thresholds_fit_the_container(card, here, box):
     from comfy import process_memory
-    assert process_memory.cache_sizes(10.0, 128.0, []) == (32 * 0.10, 32.0)
-    assert process_memory.cache_sizes(10.0, 128.0, [10.0]) == (10.0, 32.0)      # given on the command line
+    assert process_memory.container_cache_sizes(10.0, 128.0, []) == (32 * 0.10, 32.0)
+    assert process_memory.container_cache_sizes(10.0, 128.0, [10.0]) == (10.0, 32.0)      # given on the command line
     runtimes.stop()
-    assert process_memory.cache_sizes(10.0, 128.0, []) == (10.0, 128.0) and process_memory.excess() == 0
+    assert process_memory.container_cache_sizes(10.0, 128.0, []) == (10.0, 128.0) and process_memory.beyond_container() == 0
 
 
 @pytest.mark.row(34)

@@ -126,10 +126,10 @@ def test_tiles_and_chunks_are_sized_by_what_the_other_process_leaves(card, other
     monkeypatch.setattr(ltx, "MIN_VRAM_FOR_CHUNK_SCALING", 6 * MIB)
     monkeypatch.setattr(ltx, "MAX_VRAM_FOR_CHUNK_SCALING", 24 * MIB)
     wanted = card.settings.size * 0.8
-    assert process_memory.within(card.device, wanted) == wanted and ltx.get_max_chunk_size(card.device) == ltx.MAX_CHUNK_SIZE
+    assert process_memory.obtainable(card.device, wanted) == wanted and ltx.get_max_chunk_size(card.device) == ltx.MAX_CHUNK_SIZE
     other.call("load", model="used", nbytes=16 * MIB)
     other.call("busy", value=True)
-    budget = process_memory.within(card.device, wanted)
+    budget = process_memory.obtainable(card.device, wanted)
     assert 6 * MIB < budget <= 8 * MIB - card.settings.size // 20       # 24 - 16 without the reserve
     # From 32 MiB for a card of 6 to 128 for one of 24: 6.8 are left.
     assert ltx.MIN_CHUNK_SIZE < ltx.get_max_chunk_size(card.device) <= ltx.MIN_CHUNK_SIZE + 0.81 / 18 * 96 * MIB

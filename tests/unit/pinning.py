@@ -49,10 +49,10 @@ class PinProcess(Process):
         mm.MAX_PINNED_MEMORY = machine * 0.40 if ceiling is None else ceiling
         mm.args = types.SimpleNamespace(fast_disk=False)
         mm.comfy = types.SimpleNamespace(memory_management=types.SimpleNamespace(RAM_CACHE_HEADROOM=0))
-        mm.ensure_pin_budget = process_memory.reserved(self.ensure_pin_budget)
+        mm.ensure_pin_budget = process_memory.reserves_pins(self.ensure_pin_budget)
         mm.free_pins = process_memory.peers_pins_too(self.free_pins)
         mm.free_registrations = process_memory.peers_registrations_too(self.free_registrations)
-        mm.ensure_pin_registerable = process_memory.one_ceiling(self.ensure_pin_registerable)
+        mm.ensure_pin_registerable = process_memory.one_pin_ceiling(self.ensure_pin_registerable)
         self.pins = {False: [], True: []}       # in use by a running prompt -> sizes
         self.cached = []
         self.refused = 0
@@ -80,7 +80,7 @@ class PinProcess(Process):
 
     def pin_memory(self, tensor):
         size = tensor.nbytes
-        if process_memory.full(size):
+        if process_memory.pins_full(size):
             return False
         try:
             self.mm.card.allocate(1, size)
@@ -134,7 +134,7 @@ class PinProcess(Process):
 
     def node_keep_free(self, size):
         self.mm.comfy.memory_management.RAM_CACHE_HEADROOM = size
-        process_memory.headroom(size)
+        process_memory.tell_headroom(size)
         return True
 
     def node_shortfall(self, size):

@@ -112,7 +112,7 @@ class Manager(types.ModuleType):
         self.between = self.halfway = None
         self.load_in_parts = 1
         self.exact = False
-        self.load_models_gpu = process_memory.admitting(moments.no_safe_point(self._load_models_gpu))
+        self.load_models_gpu = process_memory.claims_memory(moments.no_safe_point(self._load_models_gpu))
         self.free_memory = moments.no_safe_point(self._free_memory)
 
     def get_torch_device(self):
@@ -124,7 +124,7 @@ class Manager(types.ModuleType):
 
     def get_free_memory(self, device, torch_free_too=False):
         cached = self.card.own(0).cached
-        free = process_memory.free(device, self.card.free(0) + cached, cached)
+        free = process_memory.left_by_peers(device, self.card.free(0) + cached, cached)
         return (free, cached) if torch_free_too else free
 
     def minimum_inference_memory(self):
@@ -139,15 +139,15 @@ class Manager(types.ModuleType):
             if m not in keep_loaded:
                 can_unload.append((-m.model_offloaded_memory(), sys.getrefcount(m.model), m.model_memory(), i))
                 m.currently_used = False
-        can_unload.extend(process_memory.candidates(device, keep_loaded, required, False))
+        can_unload.extend(process_memory.peer_candidates(device, keep_loaded, required, False))
         gone = []
         for x in sorted(can_unload):
-            if process_memory.asked(x):
+            if process_memory.ask_peer(x):
                 continue
             missing = required - self.get_free_memory(device)
             if missing > 0 and self.current_loaded_models[x[-1]].model_unload(missing):
                 gone.append(x[-1])
-        process_memory.rest()
+        process_memory.ask_busy_peers()
         for i in sorted(gone, reverse=True):
             self.current_loaded_models.pop(i)
         if gone:
@@ -162,15 +162,15 @@ class Manager(types.ModuleType):
             to_load.append(found[0] if found else LoadedModel(self, p))
             to_load[-1].currently_used = True
         needed = {DEVICE: sum(m.model_offloaded_memory() for m in to_load)}
-        process_memory.admit(needed, memory_required)
+        process_memory.claim_load(needed, memory_required)
         if self.between is not None:
             self.between()
         self._free_memory(needed[DEVICE] + memory_required, DEVICE)
         for m in to_load:
             budget = max(0, self.get_free_memory(DEVICE) - memory_required) or 0.1
-            m.model_load(process_memory.budget(m, budget))
+            m.model_load(process_memory.limit_budget(m, budget))
             self.current_loaded_models.insert(0, m)
-            process_memory.loaded()
+            process_memory.model_loaded()
 
 
 class Queue:

@@ -107,7 +107,7 @@ def test_a_capture_that_fails_ends_too(told, prefetch_queue_pop):
 def test_a_load_waits_for_the_end_of_another_s_capture(told):
     told.capturing = True
     threading.Timer(0.2, lambda: setattr(told, "capturing", False)).start()
-    assert capture.captures_over([DEVICE]) is True and told.capturing is False
+    assert capture.wait_for_captures([DEVICE]) is True and told.capturing is False
 
 
 @pytest.mark.row(14, partial=A_GPU)
@@ -115,13 +115,13 @@ def test_and_not_for_ever(told, monkeypatch):
     monkeypatch.setattr(capture, "PATIENCE", 0.1)
     told.capturing = True
     began = time.monotonic()
-    assert capture.captures_over([DEVICE]) is False
+    assert capture.wait_for_captures([DEVICE]) is False
     assert time.monotonic() - began < 20
 
 
 def test_a_capture_elsewhere_does_not_hold_a_load_here(told):
     told.capturing = True
-    assert capture.captures_over([types.SimpleNamespace(type="cpu", index=1)]) is True
+    assert capture.wait_for_captures([types.SimpleNamespace(type="cpu", index=1)]) is True
 
 
 def newer():

@@ -71,7 +71,7 @@ class Manager(types.ModuleType):
 
     def get_free_memory(self, device, torch_free_too=False):
         self.readings += 1
-        free = process_memory.free(device, self.size - self.used, self.cached)
+        free = process_memory.left_by_peers(device, self.size - self.used, self.cached)
         return (free, self.cached) if torch_free_too else free
 
     def minimum_inference_memory(self):
@@ -113,9 +113,9 @@ def climb(card, required, keep_loaded=(), for_dynamic=False, device=Device()):
     went = []
     can_unload = [(-model.model_offloaded_memory(), 3, model.size, i) for i, model in enumerate(card.current_loaded_models)
                   if model.device == device and model not in keep_loaded]
-    can_unload.extend(process_memory.candidates(device, keep_loaded, required, for_dynamic))
+    can_unload.extend(process_memory.peer_candidates(device, keep_loaded, required, for_dynamic))
     for x in sorted(can_unload):
-        if process_memory.asked(x):
+        if process_memory.ask_peer(x):
             went.append(x.candidate.id)
             continue
         model = card.current_loaded_models[x[-1]]
@@ -127,7 +127,7 @@ def climb(card, required, keep_loaded=(), for_dynamic=False, device=Device()):
             card.used -= model.on_card
             model.on_card = 0
             went.append(model)
-    process_memory.rest()
+    process_memory.ask_busy_peers()
     return went
 
 
@@ -136,20 +136,20 @@ def climb(card, required, keep_loaded=(), for_dynamic=False, device=Device()):
 def test_with_no_provider_every_consult_gives_what_there_was(card):
     own(card, Model(100))
     card.readings = 0
-    assert list(process_memory.candidates(Device(), [], 1e30, False)) == []
-    assert process_memory.asked((0, 3, 100, 0)) is False
-    assert process_memory.free(Device(), 123.5, 4) == 123.5
+    assert list(process_memory.peer_candidates(Device(), [], 1e30, False)) == []
+    assert process_memory.ask_peer((0, 3, 100, 0)) is False
+    assert process_memory.left_by_peers(Device(), 123.5, 4) == 123.5
     assert process_memory.make_room(Device(), 999) == 0
-    process_memory.rest()
-    process_memory.release_caches()
+    process_memory.ask_busy_peers()
+    process_memory.release_peers_caches()
 
     def load(models, memory_required=0):
-        process_memory.admit({Device(): 50}, memory_required)
-        process_memory.loaded()
-        return process_memory.budget(Model(9, 0), 7.25), models
+        process_memory.claim_load({Device(): 50}, memory_required)
+        process_memory.model_loaded()
+        return process_memory.limit_budget(Model(9, 0), 7.25), models
 
-    assert process_memory.admitting(load)([1], memory_required=5) == (7.25, [1])
-    assert process_memory.everywhere(lambda: "unloaded")() == "unloaded"
+    assert process_memory.claims_memory(load)([1], memory_required=5) == (7.25, [1])
+    assert process_memory.peers_unload_too(lambda: "unloaded")() == "unloaded"
     assert process_memory.with_processes(lambda: "summary")() == "summary"
     assert card.readings == 0 and claims.current.own(CARD) == 0
 
@@ -306,9 +306,9 @@ def test_a_dynamic_load_asks_peers_only_for_what_own_dynamic_models_cannot_page_
 @pytest.mark.parametrize("device", [None, Device("cpu", None)])
 def test_ram_is_not_this_ladders_business(card, device):
     W = peer(card, "W", {"A": 300})
-    assert list(process_memory.candidates(device, [], 1e30, False)) == []
-    process_memory.rest()
-    assert W.asked == [] and process_memory.free(device, 5, 5) == 5
+    assert list(process_memory.peer_candidates(device, [], 1e30, False)) == []
+    process_memory.ask_busy_peers()
+    assert W.asked == [] and process_memory.left_by_peers(device, 5, 5) == 5
 
 
 def test_a_peer_on_another_device_is_not_asked(card):
@@ -385,8 +385,8 @@ def test_no_card_that_a_process_does_not_use_is_asked_for_its_figures(card, monk
     peer(card, "W", {"A": 100})
     assert len(process_memory.processes()) == 2
     process_memory.with_processes(lambda: "")()
-    process_memory.everywhere(lambda: None)()
-    process_memory.release_caches()
+    process_memory.peers_unload_too(lambda: None)()
+    process_memory.release_peers_caches()
     assert set(asked) == {1, 2, 3}
 
 
@@ -407,17 +407,17 @@ def test_a_provider_that_stops_answering_loses_its_claim_after_a_while(card, mon
 def load(card, model, beyond=0, budget=0, meanwhile=lambda: None):
     """load_models_gpu, as the hooks leave it; gives the budget it loaded with."""
     def load_models_gpu():
-        process_memory.admit({model.device: model.model_offloaded_memory()}, beyond)
+        process_memory.claim_load({model.device: model.model_offloaded_memory()}, beyond)
         meanwhile()
-        given = process_memory.budget(model, budget)
+        given = process_memory.limit_budget(model, budget)
         brought = model.model_offloaded_memory() if given == 0 else min(model.model_offloaded_memory(), int(given))
         model.on_card += brought
         card.used += brought
         card.current_loaded_models.insert(0, model)
-        process_memory.loaded()
+        process_memory.model_loaded()
         model.claimed_after = claims.current.own(CARD)
         return given
-    return process_memory.admitting(load_models_gpu)()
+    return process_memory.claims_memory(load_models_gpu)()
 
 
 def test_a_load_claims_what_it_brings_and_the_claim_ends_with_it(card):
@@ -533,7 +533,7 @@ def test_providers_are_told_of_a_claim(card):
 
 def test_unloading_everything_reaches_every_peer_that_holds_something(card, caplog):
     W1, W2, W3 = peer(card, "W1", {"A": 300}), peer(card, "W2", {"B": 200}, cache=50), peer(card, "W3")
-    assert process_memory.everywhere(lambda: climb(card, 1e30))() == [], "not twice: the ladder leaves it to the unload"
+    assert process_memory.peers_unload_too(lambda: climb(card, 1e30))() == [], "not twice: the ladder leaves it to the unload"
     assert W1.asked == [("unload", 300)] and W2.asked == [("unload", 250)] and W3.asked == []
     assert card.used == 0 and not caplog.records
 
@@ -545,14 +545,14 @@ def test_what_is_not_unloaded_is_said_and_shows_in_the_report(card, caplog, monk
     process_memory.register_process_memory_provider(silent)
     busy.unload = lambda request: Receipt(outcome=Outcome.BUSY)
     caplog.set_level(logging.WARNING)
-    process_memory.everywhere(lambda: None)()
+    process_memory.peers_unload_too(lambda: None)()
     said = " ".join(record.getMessage() for record in caplog.records)
     assert "W2" in said and "has not confirmed" in said and "W3" in said and "is busy" in said
     assert {row["name"]: row["state"] for row in process_memory.processes()}["W2"] == "not confirmed"
     silent.go.set()
     until(lambda: not registry.entries[-1].hung)
     registry.entries[-1].failures = 0
-    process_memory.everywhere(lambda: None)()
+    process_memory.peers_unload_too(lambda: None)()
     assert {row["name"]: row["state"] for row in process_memory.processes()}["W2"] == "idle"
 
 
@@ -560,17 +560,17 @@ def test_after_an_out_of_memory_error_peers_hear_why(card):
     W = peer(card, "W", {"A": 100})
     reasons = []
     W.unload = lambda request: reasons.append(request.reason) or Receipt(outcome=Outcome.NOTHING)
-    process_memory.everywhere(lambda: None)()
+    process_memory.peers_unload_too(lambda: None)()
     try:
         raise MemoryError
     except MemoryError:
-        process_memory.everywhere(lambda: None)()
+        process_memory.peers_unload_too(lambda: None)()
     assert [reason.value for reason in reasons] == ["user_free", "oom"]
 
 
 def test_only_caches_of_idle_peers_are_released_now_and_then(card):
     idle, busy = peer(card, "idle", {"A": 100}, cache=40), peer(card, "busy", {"B": 100}, cache=40, busy=True)
-    process_memory.release_caches()
+    process_memory.release_peers_caches()
     assert idle.asked == [("cache", 40)] and busy.asked == []
 
 

@@ -35,8 +35,8 @@ def test_each_net_of_a_chain_counts_once_however_many_conds_use_it(monkeypatch):
     second = net(previous_controlnet=first)
     conds = {"positive": [{"control": second}, {"control": first}], "negative": [{"control": second}, {}]}
     one = 2 * 3 * 512 * 512 * 2
-    assert control.hints(conds, (1, 16, 64, 64), None) == 2 * one
+    assert control.hint_memory(conds, (1, 16, 64, 64), None) == 2 * one
 
 
 def test_alone_nothing_is_added():
-    assert control.hints({"positive": [{"control": net()}]}, (1, 16, 64, 64), None) == 0
+    assert control.hint_memory({"positive": [{"control": net()}]}, (1, 16, 64, 64), None) == 0

@@ -96,7 +96,7 @@ def test_comfyui_s_own_module_is_used_where_it_exists(monkeypatch):
     assert (limits.total(), limits.available()) == (7, 3)
     from comfy.process_memory import claims, ram
     monkeypatch.setattr(claims.current, "shared", True, raising=False)
-    assert ram.excess() == 0
+    assert ram.beyond_container() == 0
 
 
 # a real control group

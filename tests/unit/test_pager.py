@@ -74,20 +74,20 @@ def test_the_pager_leaves_what_another_process_has_been_admitted_for(paged):
     peer = Peer(models={"A": 3000 * MIB})
     registry.register(peer)
     try:
-        pager.leave_headroom()
+        pager.set_pager_headroom()
         assert paged.set["headroom"] == "as at start"                # it has claimed nothing: the pager sees all there is
         peer.claimed = 2000 * MIB
-        pager.leave_headroom()
+        pager.set_pager_headroom()
         assert paged.set["headroom"] == (400 + 3000 + 2000) * MIB
         peer.claimed = 0
-        pager.leave_headroom()
+        pager.set_pager_headroom()
         assert paged.set["headroom"] == 400 * MIB
     finally:
         registry.unregister(peer)
-    pager.leave_headroom()
+    pager.set_pager_headroom()
     assert paged.set == {"headroom": 400 * MIB, "nvml_pressure": True}
 
 
 def test_alone_nothing_is_set(paged):
-    pager.leave_headroom()
+    pager.set_pager_headroom()
     assert paged.set["headroom"] == "as at start"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from comfy.process_memory import noisy_oom_site, oom_site, registry, retry, room_given, start_again
+from comfy.process_memory import asks_peers_on_oom, asks_peers_on_oom_same_noise, peers_made_room, registry, retry, start_over_if_peers_made_room
 from tests.unit.providers import Peer
 
 
@@ -45,25 +45,25 @@ def failing(times):
     return work
 
 
-@oom_site
+@asks_peers_on_oom
 def by_halves(work):
     size = 8
     while True:
         try:
             return work(), size
         except MemoryError:
-            if room_given():
+            if peers_made_room():
                 continue
             size //= 2
 
 
-@oom_site
+@asks_peers_on_oom
 def in_tiles(work):
     tiled = False
     try:
         return work(), tiled
     except MemoryError:
-        start_again()
+        start_over_if_peers_made_room()
         tiled = True
     return work(), tiled
 
@@ -86,13 +86,13 @@ def test_a_site_inside_a_site_begins_anew_by_itself(peers):
     peers += [5, 5]
     outer = []
 
-    @oom_site
+    @asks_peers_on_oom
     def whole():
         outer.append(None)
         try:
             return in_tiles(failing(1))
         except MemoryError:
-            start_again()
+            start_over_if_peers_made_room()
     assert whole() == (2, False) and len(outer) == 1
 
 
@@ -101,8 +101,8 @@ def test_a_handler_outside_of_a_site_gets_nothing(peers):
     try:
         raise MemoryError
     except MemoryError:
-        assert room_given() is False
-        start_again()
+        assert peers_made_room() is False
+        start_over_if_peers_made_room()
 
 
 def test_the_same_noise_is_drawn_again(peers):
@@ -110,14 +110,14 @@ def test_the_same_noise_is_drawn_again(peers):
     peers += [5]
     drawn = []
 
-    @noisy_oom_site
+    @asks_peers_on_oom_same_noise
     def decode():
         drawn.append(torch.rand(1).item())
         try:
             if len(drawn) == 1:
                 raise MemoryError
         except MemoryError:
-            start_again()
+            start_over_if_peers_made_room()
     decode()
     assert len(drawn) == 2 and drawn[0] == drawn[1]
 
