@@ -373,7 +373,7 @@ async def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
             seen = touch(result)
             note(transport, "to_host", since)
             assert seen == EXPECTED, (transport.name, seen)
-            if isinstance(transport, Ours):
+            for _ in range(5 if isinstance(transport, Ours) else 0):
                 since = time.perf_counter()
                 await transport.forward(result)
                 note(transport, "forward", since)

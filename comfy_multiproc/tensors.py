@@ -144,8 +144,7 @@ def _block(base: int, cluster: list[View], end: int, locate: Callable[[int, int]
         first.spec.update(at=block.where, offset=0)
         return block
     size = end - start
-    source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage(), start, (size,), (1,))
-    block = Block(size, lambda out: _copy_bytes(out, source), where, card=card)
+    block = Block(size, lambda out: _copy_bytes(out, tensor, start), where, card=card)
     for item in cluster:
         item.spec.update(at=block.where, offset=(item.start - start) // item.tensor.element_size())
         if not item.tensor.is_contiguous():
@@ -153,8 +152,8 @@ def _block(base: int, cluster: list[View], end: int, locate: Callable[[int, int]
     return block
 
 
-def _copy_bytes(out: torch.Tensor, source: torch.Tensor) -> None:
-    out.copy_(source)
+def _copy_bytes(out: torch.Tensor, tensor: torch.Tensor, start: int) -> None:
+    out.copy_(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage(), start, out.shape, (1,)))
 
 
 def _copy_dense(out: torch.Tensor, tensor: torch.Tensor) -> None:
