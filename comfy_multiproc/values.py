@@ -375,21 +375,24 @@ class Codec:
         trimmed = until = time.monotonic()
         closed = False
         while not closed:
-            notice: dict[str, Any] = {}
+            events: list[tuple[Any, ...]] = []
             wait = self.pool.idle_seconds
             try:
                 while not closed:
-                    event = self._events.get(timeout=wait)
-                    closed = event[0] == "closed"
-                    if not closed:
-                        self._note(notice, event)
-                    del event       # or the mapping in it would stay until the next one comes
+                    events.append(self._events.get(timeout=wait))
+                    closed = events[-1][0] == "closed"
                     if wait > GATHER:
                         wait, until = GATHER, time.monotonic() + 10 * GATHER
                     elif time.monotonic() > until:
                         break
             except queue.Empty:
                 pass
+            # Only now: looking through what is unmapped takes long, and at first the answer of the node that let go of it has to leave.
+            notice: dict[str, Any] = {}
+            while events:
+                if events[0][0] != "closed":
+                    self._note(notice, events[0])
+                del events[0]       # or the mapping in it would stay until the next one comes
             if notice and not closed:
                 try:
                     self._notify(notice)
