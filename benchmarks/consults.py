@@ -78,6 +78,7 @@ def without_providers() -> dict[str, float]:
         "pins_full": lambda: process_memory.pins_full(1),
         "weigh_outputs": lambda: process_memory.weigh_outputs([], 1.0, 1.0),
         "hint_memory": lambda: process_memory.hint_memory({}, (), None),
+        "shared_counter": lambda: process_memory.shared_counter(MODEL, CARD),
         "set_pager_headroom": process_memory.set_pager_headroom,
         "wait_for_captures": lambda: process_memory.wait_for_captures([CARD]),
         "ask_for_room": lambda: process_memory.ask_for_room(CARD, 1.0),

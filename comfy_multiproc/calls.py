@@ -243,8 +243,8 @@ class StandIn:
     INPUT_IS_LIST: Any = False
 
 
-def map_over_list(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Decorates the executor's function of nearly the same name; does nothing where no pack is isolated."""
+def maps_in_workers(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Decorates the executor's _async_map_node_over_list; does nothing where no pack is isolated."""
     @functools.wraps(original)
     async def mapped(*args: Any, **kwargs: Any) -> Any:
         if current is None:
@@ -253,7 +253,7 @@ def map_over_list(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
     return mapped
 
 
-def inputs_of(unique_id: str, inputs: dict[str, Any] | None) -> dict[str, Any] | None:
+def inputs_for_report(unique_id: str, inputs: dict[str, Any] | None) -> dict[str, Any] | None:
     """The inputs that an error report shows: those of a node that ran elsewhere are not at hand any more when it fails. Called where
     the report is made: the exception's traceback is freed of the way between the processes."""
     failures.cut(sys.exc_info()[2])

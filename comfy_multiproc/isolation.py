@@ -379,7 +379,7 @@ def asked() -> list[str]:
     return list(getattr(args, "isolate", None) or ())
 
 
-def runs_prestartup(script: str) -> bool:
+def runs_in_worker(script: str) -> bool:
     """Whether the prestart-up script is a worker's to run."""
     return decided(os.path.abspath(os.path.dirname(script))).isolated
 
@@ -407,7 +407,7 @@ def named(name: str) -> Any:
     return (current or begin([])).named(name)
 
 
-def start() -> None:
+def start_workers() -> None:
     """Find the packs and start the workers of those that are isolated. ComfyUI's devices are set up, its packs are not loaded."""
     import folder_paths
     from comfy.cli_args import args
@@ -422,7 +422,7 @@ def start() -> None:
     begin(every).start()
 
 
-def spec(module_path: str, module_spec: Any, module_parent: str = "custom_nodes") -> Any:
+def proxy_spec(module_path: str, module_spec: Any, module_parent: str = "custom_nodes") -> Any:
     """What ComfyUI loads for the pack: `module_spec` as it is, or one that makes the host's classes for an isolated pack."""
     if current is None or module_parent != "custom_nodes" or module_spec is None:
         return module_spec
@@ -444,7 +444,7 @@ def spec(module_path: str, module_spec: Any, module_parent: str = "custom_nodes"
     return replaced if replaced is not None else module_spec
 
 
-def loaded() -> None:
+def packs_loaded() -> None:
     """All packs are loaded: say where each runs."""
     if current is not None and current.packs:
         logging.info("Packs and the process that each runs in:\n%s", "\n".join(current.listing()))
@@ -481,7 +481,7 @@ def around_prompt(execute: Callable[..., Awaitable[Any]]) -> Callable[..., Await
     return executed
 
 
-def with_packs(stats: dict[str, Any]) -> None:
+def add_packs_to(stats: dict[str, Any]) -> None:
     """Add to the answer of ``/system_stats`` which pack runs where."""
     if current is not None and current.packs:
         stats["packs"] = current.report()

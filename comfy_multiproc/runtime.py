@@ -434,7 +434,7 @@ def start(name: str | None = None, **options: Any) -> Runtime | None:
     return current
 
 
-def start_server(args: Any) -> None:
+def start_sharing(args: Any) -> None:
     """Start it in a server with these command line arguments, unless they say not to."""
     if args.process_memory_idle is not None and idle_limit(args) is None:
         logging.warning("--process-memory-idle %s is no positive number of seconds: models stay loaded", args.process_memory_idle)

@@ -3,12 +3,14 @@
 Whoever holds memory in another process registers a :class:`ProcessMemoryProvider` for it. The functions here are
 what ComfyUI's own code calls at its decisions. With no provider registered each of them is one test.
 """
+# ruff: noqa: F401  what is imported is called from ComfyUI's files
 from collections.abc import Callable
 
-from . import claims, devices, gates, moments, pins, ram, registry
+from . import claims, devices, registry
 from .admission import claim_load, claims_memory, limit_budget, model_loaded, node_ended, node_started, wait_for_turn
 from .capture import begin_capture, end_capture, may_capture, wait_for_captures
 from .control import claim_network, hint_memory, settle_network
+from .copies import admit_copy, copy_loaded, shared_counter
 from .gates import for_file, settled_dtype, shared_card
 from .ladder import ask_busy_peers, ask_peer, make_room, peer_candidates
 from .pager import set_pager_headroom
@@ -22,26 +24,8 @@ from .registry import serving
 from .registry import unregister as unregister_process_memory_provider
 from .report import processes, with_processes
 from .retry import asks_peers_on_oom, asks_peers_on_oom_same_noise, peers_made_room, start_over_if_peers_made_room
-from .scratch import admit_copy, copy_loaded, shared_counter
 from .sizers import ask_for_room, batch_size, free_after_asking, free_for_batch, obtainable, reclaimable, room_for_batch
 from .unloading import peers_unload_too, release_peers_caches
-
-__all__ = [
-    "API_VERSION", "Candidate", "DEADLINE", "DeviceUsage", "Kind", "Outcome", "ProcessMemoryProvider",
-    "RamUsage", "Reason", "Receipt", "ReleaseRequest", "admit_copy", "ask_busy_peers", "ask_for_room",
-    "ask_peer", "asks_peers_on_oom", "asks_peers_on_oom_same_noise", "batch_size", "begin_capture",
-    "beyond_container", "changed", "claim_load", "claim_network", "claims", "claims_memory",
-    "container_cache_sizes", "container_free", "container_total", "copy_loaded", "devices",
-    "end_capture", "for_file", "free_after_asking", "free_for_batch", "gates", "hint_memory", "left_by_peers",
-    "limit_budget", "make_room", "may_capture", "model_loaded", "moments", "node_ended", "node_started",
-    "obtainable", "on_change", "one_pin_ceiling", "peer_candidates", "peers_made_room", "peers_pins_too",
-    "peers_registrations_too", "peers_results_too", "peers_unload_too", "pin_again", "pin_shortfall", "pins",
-    "pins_full", "processes", "ram", "reclaimable", "register_process_memory_provider", "registry",
-    "release_peers_caches", "reserves_pins", "room_for_batch", "serving", "set_pager_headroom",
-    "settle_network", "settled_dtype", "shared_card", "shared_counter", "start_over_if_peers_made_room", "tell_headroom",
-    "unregister_process_memory_provider", "wait_for_captures", "wait_for_turn", "weigh_outputs",
-    "with_processes",
-]
 
 on_change: Callable[[], None] | None = None
 """Called on the execution thread after what this process holds has changed; set by the runtime that publishes it."""
@@ -49,7 +33,7 @@ on_change: Callable[[], None] | None = None
 
 def changed() -> None:
     """What this process holds has changed."""
-    gates.settle()
-    pins.settle()
+    for settle in claims.settlers:
+        settle()
     if on_change is not None:
         on_change()

@@ -14,7 +14,7 @@ their providers (``DeviceUsage.claimed``).
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -73,6 +73,9 @@ class LocalClaims:
 
 
 current: Claims = LocalClaims()
+
+settlers: list[Callable[[], None]] = []
+"""Called after a load or a node: each gives up what is claimed beyond what is still to come."""
 
 
 def install(claims: Claims) -> Claims:

@@ -135,6 +135,9 @@ def settle() -> None:
             (_claimed.add if size else _claimed.discard)(place)
 
 
+claims.settlers.append(settle)
+
+
 def _identity(path: Any) -> tuple[str, int, int]:
     """A file's path, size and time of change; whatever cannot be looked at is its path."""
     try:

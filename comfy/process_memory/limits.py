@@ -20,6 +20,9 @@ LOOK_AGAIN = 5.0
 UNLIMITED = 1 << 60
 """Version 1 writes a number from here on where there is no limit."""
 
+FLOOR = 2048 * 1024 ** 2
+"""Bytes that ComfyUI keeps free at least when it locks memory."""
+
 
 class Groups:
     """The control groups around this process that limit its memory.

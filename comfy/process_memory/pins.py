@@ -88,6 +88,9 @@ def settle() -> None:
             claims.current.write(PINS, locked)
 
 
+claims.settlers.append(settle)
+
+
 def _gone() -> None:
     """Own pins may have gone: until others are told, what has been locked is theirs."""
     settle()
@@ -103,7 +106,7 @@ def pin_shortfall(size: int, shortfall: float) -> float:
         return max(shortfall, reserve(size))
     missing = reserve(size, new=True)
     own = manager().comfy.memory_management.RAM_CACHE_HEADROOM
-    shortfall += ram.beyond_container() + ram.floor(own) - max(own / 2, ram.FLOOR)
+    shortfall += ram.beyond_container() + ram.floor(own) - max(own / 2, limits.FLOOR)
     return max(shortfall, missing) if missing else shortfall
 
 

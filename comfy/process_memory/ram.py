@@ -26,9 +26,6 @@ HEADROOM = "ram:headroom"
 PINS = "ram:pins"
 """The key under which it claims what it is about to lock, beside what it has locked."""
 
-FLOOR = 2048 * 1024 ** 2
-"""Bytes that ComfyUI keeps free at least when it locks memory."""
-
 PAUSE = 1.0
 """Seconds for which peers, having given no host memory, are not asked again."""
 
@@ -89,7 +86,7 @@ def floor(own: float) -> float:
     if now - _others_headroom[0] > FRESH:
         _others_headroom = now, max((usage.claimed or 0 for entry, usage, age in registry.count("usage", HEADROOM)
                                      if usage is not None and age <= STALE and not entry.gone), default=0)
-    return max(max(own, _others_headroom[1]) / 2, FLOOR)
+    return max(max(own, _others_headroom[1]) / 2, limits.FLOOR)
 
 
 def admit(size: float) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from comfy import process_memory
 
-from . import arithmetic, devices, ladder, limits, own, ram, registry
+from . import arithmetic, devices, ladder, limits, own, registry
 from .figures import manager
 from .provider import DEADLINE, DeviceUsage, Kind, Outcome, Reason, Receipt, ReleaseRequest
 
@@ -50,7 +50,7 @@ def unload_peers(reason: Reason) -> None:
     for entry in registry.entries:
         entry.unconfirmed = False
     turns = [wanted]
-    if len(wanted) > 1 and sum(size for size, *_ in wanted) > limits.available() - ram.FLOOR:
+    if len(wanted) > 1 and sum(size for size, *_ in wanted) > limits.available() - limits.FLOOR:
         turns = [[one] for one in sorted(wanted, key=lambda one: one[0])]
     for turn in turns:
         deadline = time.monotonic() + DEADLINE

@@ -82,10 +82,12 @@ def run_show(args: argparse.Namespace, console: Console) -> int:
 
 
 def describe(patch: series.Patch) -> str:
-    """A patch: message, rows, each insert, and the names of new files."""
+    """A patch: message, rows, tests, each insert, and the names of new files."""
     parts = [patch.message.rstrip()]
     if patch.rows:
         parts.append("rows of docs/rows.md: " + ", ".join(map(str, patch.rows)))
+    if patch.tests:
+        parts.append("\n    ".join(["tests that show it:", *patch.tests]))
     for insert in patch.inserts:
         anchor = insert.anchor
         when = f", from {insert.since}" * bool(insert.since) + f", before {insert.until}" * bool(insert.until)

@@ -42,11 +42,11 @@ def write(repository: Path, plan: Plan, base: str | Iterable[str], *, ref: str, 
             for name in base:
                 _file(stream, plan.root, name, (plan.root / name).read_bytes())
         made: list[str] = []
-        for order, patch in enumerate(plan.patches):
+        for order in range(len(plan.patches)):
             files = plan.changed(order)
             if not files:
                 continue    # nothing of it exists in this release, and mail without a change is none
-            _commit(stream, ref, order + 2, patch.message, who, when, base if not made and isinstance(base, str) else "")
+            _commit(stream, ref, order + 2, plan.message(order), who, when, base if not made and isinstance(base, str) else "")
             made.append(f":{order + 2}")
             for name, data in files.items():
                 _file(stream, plan.root, name, data)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .anchors import AnchorError, Place, SourceFile, resolve
 from .errors import ForkError
+from .growing import new_files
 from .series import Insert, Patch
 
 
@@ -60,9 +61,18 @@ class Plan:
         """Path -> content of every file that the patch with that number changes or adds."""
         files = {name: render(self.sources[name], [hook for hook in hooks if hook.order <= order])
                  for name, hooks in self.hooks.items() if any(hook.order == order for hook in hooks)}
-        for add in self.patches[order].adds:
-            files.update(add.files())
-        return files
+        return files | new_files(self.patches, order)
+
+    def message(self, order: int) -> str:
+        """Of the commit of the patch with that number; it says which of the patch's hooks this tree is too old for."""
+        patch = self.patches[order]
+        absent = [result.insert.anchor for result in self.results
+                  if result.patch == patch.name and result.status == "absent" and not result.insert.until]
+        missing = sorted({f"{anchor.scope} in {anchor.file}" for anchor in absent if anchor.scope})
+        if not missing:
+            return patch.message
+        note = f"Left out, since ComfyUI {self.version} does not have what they hook: {', '.join(missing)}."
+        return f"{patch.message}\n{textwrap.fill(note, 120, break_long_words=False, break_on_hyphens=False)}\n"
 
     def require_ok(self) -> None:
         """Raises PlanError with every reason why the series does not fit."""
@@ -100,7 +110,7 @@ def resolve_insert(plan: Plan, root: Path, order: int, patch: str, insert: Inser
         if name not in plan.sources:
             plan.sources[name] = SourceFile(name, (root / name).read_bytes())
         source = plan.sources[name]
-        if insert.where_present and insert.anchor.scope not in source.scopes:
+        if insert.where_present and insert.anchor.scope and insert.anchor.scope not in source.scopes:
             return Resolved(patch, insert, "absent")
         place = resolve(source, insert.anchor)
     except OSError as error:

@@ -3,7 +3,7 @@
     subject = "model_management: ask other processes in the eviction ladder"
     body = "why, for a maintainer; what stays the same when nobody registers"
     rows = [2, 9, 17]                      # rows of the specification that the patch serves
-    tests = ["tests/fork/test_ladder.py"]  # where to look first for what shows it; named at the end of the commit's message
+    tests = ["tests/fork/test_ladder.py"]  # tests of this project that show it: where to look first
 
     [[insert]]
     file = "comfy/model_management.py"
@@ -11,7 +11,7 @@
     where = "after"
     what = "assign can_unload_sorted"
     since = "0.17.0"                       # the mechanism does not exist before; until: no longer from there on
-    where_present = true                   # for a function that is in no release yet: left out where there is no such scope
+    where_present = true                   # for what is in no release yet: left out where there is no such scope, or no such file
     code = "..."
 
     [[add]]
@@ -81,9 +81,8 @@ class Patch:
 
     @property
     def message(self) -> str:
-        """Of the commit: subject, body, and which tests of this project show it."""
-        tested = f"\nTested by {' and '.join(filter(None, [', '.join(self.tests[:-1]), self.tests[-1]]))} of ComfyUI Multiproc.\n" if self.tests else ""
-        return f"{self.subject}\n\n{self.body.strip()}\n{tested}"
+        """Of the commit. It names nothing of this project: whoever reads it has ComfyUI alone before them."""
+        return f"{self.subject}\n\n{self.body.strip()}\n"
 
 
 def version_number(version: str) -> tuple[int, ...]:
@@ -137,8 +136,8 @@ def read_insert(path: Path, index: int, entry: dict[str, Any]) -> Insert:
     anchor_keys = {field.name for field in fields(Anchor)}
     known(path, place, entry, {*anchor_keys, "since", "until", "where_present", "code"}, {"file", "where", "code"})
     where_present = entry.pop("where_present", False)
-    if not isinstance(where_present, bool) or (where_present and not entry.get("scope")):
-        raise SeriesError(f"patch {path.name}, {place}: where_present is true or false, and needs a scope")
+    if not isinstance(where_present, bool):
+        raise SeriesError(f"patch {path.name}, {place}: where_present is true or false")
     if not all(isinstance(value, str) for value in entry.values()):
         raise SeriesError(f"patch {path.name}, {place}: every value is a string")
     anchor = Anchor(**{key: value for key, value in entry.items() if key in anchor_keys})
@@ -161,7 +160,6 @@ def read_add(path: Path, index: int, entry: dict[str, Any]) -> Add:
         if not (PROJECT / entry["path"] / name).exists():
             raise SeriesError(f"patch {path.name}, add {index}: there is no {Path(entry['path'], name)} in {PROJECT}")
     return Add(entry["path"], tuple(only))
-
 
 
 def known(path: Path, place: str, entry: dict[str, Any], allowed: set[str], needed: set[str]) -> None:

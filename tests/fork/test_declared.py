@@ -135,6 +135,6 @@ def test_a_second_copy_asks_others_for_host_memory_that_is_missing(card, other, 
         time.sleep(0.01)
     asked = []
     monkeypatch.setattr(ram, "ask", lambda method, missing: asked.append((method, missing)) or 0)
-    monkeypatch.setattr(limits, "available", lambda: ram.FLOOR + 10 * MIB)
+    monkeypatch.setattr(limits, "available", lambda: limits.FLOOR + 10 * MIB)
     unet.deepclone_multigpu(new_load_device=card.devices[1])
     assert asked == [("release_pins", unet.model_size() - 10 * MIB), ("release_ram", unet.model_size() - 10 * MIB)]

@@ -38,7 +38,7 @@ class PinProcess(Process):
     def __init__(self, pipe, folder, card, name, ceiling=None, barrier=None):
         """Without a `ceiling` it takes the share of a machine that has no container, which is what ComfyUI does on Windows."""
         super().__init__(pipe, folder, card, name, 1.0, barrier)
-        ram.FLOOR, pins.PIECE, ram.FRESH, ram.PAUSE = FLOOR, PIECE, 0.0, 0.0
+        limits.FLOOR, pins.PIECE, ram.FRESH, ram.PAUSE = FLOOR, PIECE, 0.0, 0.0
         mm = self.mm
         limits.groups = Container(mm.card)
         limits.upstream = lambda: None

@@ -6,8 +6,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def imports(path: Path, *, top_level_only: bool = False, type_checking: bool = False) -> set[str]:
-    """Absolute names of what a module imports; what is in type-checking blocks only with `type_checking`."""
+def imports(path: Path, *, data: bytes | None = None, top_level_only: bool = False, type_checking: bool = False) -> set[str]:
+    """Absolute names of what a module imports, with `data` for its content; what is in type-checking blocks only with `type_checking`."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     found: set[str] = set()
 
@@ -24,5 +24,5 @@ def imports(path: Path, *, top_level_only: bool = False, type_checking: bool = F
                 found.update(f"{base}.{alias.name}" for alias in child.names)
             visit(child)
 
-    visit(ast.parse(path.read_bytes()))
+    visit(ast.parse(path.read_bytes() if data is None else data))
     return found

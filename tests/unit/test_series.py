@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from comfy_multiproc.fork import plan, series
+from comfy_multiproc.fork import growing, plan, series
 from comfy_multiproc.fork.series import SeriesError, version_number
 from tests.unit.sources import imports
 
@@ -46,9 +46,18 @@ def test_reads_in_the_order_of_names(tmp_path):
     assert patches[0].message == "a: b\n\nwhy\n"
 
 
-def test_the_message_ends_with_the_tests(tmp_path):
-    write(tmp_path, GOOD.replace("rows =", 'tests = ["tests/a.py", "tests/b.py", "tests/c.py"]\nrows ='))
-    assert series.load(tmp_path)[0].message == "a: b\n\nwhy\n\nTested by tests/a.py, tests/b.py and tests/c.py of ComfyUI Multiproc.\n"
+def test_no_message_names_what_a_reader_of_comfyui_cannot_see():
+    """The mail of one patch is all that there is: no tests, rows or pages of this project."""
+    for patch in series.load():
+        assert not re.search(r"tests/|docs/|patches/|\bMultiproc\b|\brows?\b|\b(series|project)\b", patch.message), patch.name
+
+
+def test_the_message_says_what_a_tree_is_too_old_for(tmp_path):
+    write(tmp_path / "p", GOOD + 'scope = "f"\nsince = "0.31.0"\n' + GOOD.partition("[[insert]]")[2].join(["\n[[insert]]", ""]))
+    patches = series.load(tmp_path / "p")
+    tree = make_tree(tmp_path, a__py="x = 1\ndef f():\n    x = 1\n")
+    assert plan.make_plan(tree, "0.31.0", patches).message(0) == "a: b\n\nwhy\n"
+    assert plan.make_plan(tree, "0.30.0", patches).message(0) == "a: b\n\nwhy\n\nLeft out, since ComfyUI 0.30.0 does not have what they hook: f in a.py.\n"
 
 
 def test_every_patch_names_tests_that_there_are_and_is_in_one_pull_request():
@@ -65,16 +74,32 @@ BUILDER = {"commands", "console.py", "demo", "doctor.py", "environment.py", "for
 
 
 def test_new_files_come_once_and_import_nothing_that_comes_later():
-    ours = [path for patch in series.load() for add in patch.adds for path, _ in add.files() if path.endswith(".py")]
+    patches = series.load()
+    ours = [path for patch in patches for add in patch.adds for path, _ in add.files() if path.endswith(".py")]
     modules = {".".join(Path(path).with_suffix("").parts).removesuffix(".__init__"): path for path in ours}
     there: set[str] = set()
-    for patch in series.load():
-        new = [path for add in patch.adds for path, _ in add.files()]
-        assert there.isdisjoint(new), patch.name
+    for order, patch in enumerate(patches):
+        assert there.isdisjoint(path for add in patch.adds for path, _ in add.files()), patch.name
+        new = growing.new_files(patches, order)
         there.update(new)
-        needed = {path: {part for name in imports(series.PROJECT / path, type_checking=True) for part in (name, name.rpartition(".")[0])} for path in new if path in ours}
+        needed = {path: {part for name in imports(series.PROJECT / path, data=data, type_checking=True) for part in (name, name.rpartition(".")[0])}
+                  for path, data in new.items() if path in ours}
         later = {path: sorted(name for name in names if modules.get(name, path) not in there) for path, names in needed.items()}
         assert {path: names for path, names in later.items() if names} == {}, patch.name
+
+
+def test_a_package_imports_what_is_there_so_far(tmp_path, monkeypatch):
+    monkeypatch.setattr(series, "PROJECT", tmp_path / "ours")
+    (tmp_path / "ours" / "p").mkdir(parents=True)
+    whole = '"""P."""\nimport os\nfrom . import a\nfrom .b import (\n    c,\n    d,\n)\nfrom os import path\n'
+    for name, text in (("__init__", whole), ("a", ""), ("b", "c = d = 1\n"), ("e", "")):
+        (tmp_path / "ours" / "p" / f"{name}.py").write_text(text)
+    for number, only in (("1", '"__init__.py", "a.py"'), ("2", '"b.py"'), ("3", '"e.py"')):
+        write(tmp_path / "s", f'subject = "s"\nbody = "b"\n[[add]]\npath = "p"\nonly = [{only}]\n', f"{number}.toml")
+    made = plan.make_plan(make_tree(tmp_path), "0.30.0", series.load(tmp_path / "s"))
+    assert made.changed(0) == {"p/__init__.py": b'"""P."""\nimport os\nfrom . import a\nfrom os import path\n', "p/a.py": b""}
+    assert made.changed(1) == {"p/__init__.py": whole.encode(), "p/b.py": b"c = d = 1\n"}
+    assert made.changed(2) == {"p/e.py": b""}
 
 
 def test_every_file_is_in_the_series_or_belongs_to_the_builder():
@@ -104,7 +129,7 @@ def test_new_files_are_such_as_git_takes_without_a_warning():
     ("[[insert]]", '[[add]]\npath = "patches"\nonly = ["none.toml"]\n\n[[insert]]', "add 1: there is no patches/none.toml"),
     ("[[insert]]", '[[add]]\npath = "patches"\nonly = "none.toml"\n\n[[insert]]', "add 1: only is a list of names in patches"),
     ("where = \"after\"", "where = 3", "insert 1: every value is a string"),
-    ("where = \"after\"", "where = \"after\"\nwhere_present = true", "insert 1: where_present is true or false, and needs a scope"),
+    ("where = \"after\"", "where = \"after\"\nwhere_present = 1", "insert 1: where_present is true or false"),
 ])
 def test_refuses_a_patch_file(tmp_path, old, new, message):
     assert old in GOOD
@@ -134,6 +159,13 @@ def test_plan_leaves_out_what_a_release_lacks(tmp_path):
     write(tmp_path / "p", GOOD + 'since = "0.31.0"\n')
     made = plan.make_plan(make_tree(tmp_path, a__py="x = 1\n"), "0.30.0", series.load(tmp_path / "p"))
     assert made.ok and [result.status for result in made.results] == ["absent"] and made.changed(0) == {}
+
+
+@pytest.mark.parametrize(("source", "status"), [(None, "absent"), ("x = 1\n", "ok"), ("y = 1\n", "error")])
+def test_plan_leaves_out_what_goes_into_a_file_that_is_in_no_release_yet(tmp_path, source, status):
+    write(tmp_path / "p", GOOD + "where_present = true\n")
+    made = plan.make_plan(make_tree(tmp_path, **({"a__py": source} if source else {})), "0.30.0", series.load(tmp_path / "p"))
+    assert [result.status for result in made.results] == [status]
 
 
 @pytest.mark.parametrize(("source", "status"), [("x = 1\n", "absent"), (None, "absent"), ("def f():\n    x = 1\n", "ok"), ("def f():\n    y = 1\n", "error")])

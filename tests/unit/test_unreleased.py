@@ -1,6 +1,5 @@
 """The hooks on functions that are in no release yet, on functions of the same shape."""
 
-import sys
 import types
 
 import pytest
@@ -9,6 +8,9 @@ from comfy_multiproc.fork import plan, series
 from tests.unit.test_consult import card, peer  # noqa: F401  (card is a fixture)
 
 VOXELS = '''
+import comfy.model_management
+
+
 def _sample_voxel_attrs_per_texel(positions, mask):
     if not mask:
         return None
@@ -45,7 +47,7 @@ class VAE:
 
 
 POSES = '''
-import model_management
+import comfy.model_management
 
 
 class PoseBranchCache:
@@ -117,10 +119,9 @@ def test_a_decoder_of_its_own_is_promised_only_what_is_there(card, tmp_path):  #
 
 @pytest.mark.row(6)
 @pytest.mark.parametrize("idle", [True, False])
-def test_a_cache_of_poses_keeps_what_it_has_if_the_idle_process_makes_room(card, tmp_path, monkeypatch, idle):  # noqa: F811
-    monkeypatch.setitem(sys.modules, "model_management", card)
+def test_a_cache_of_poses_keeps_what_it_has_if_the_idle_process_makes_room(card, tmp_path, idle):  # noqa: F811
     other = peer(card, "other", {"model": 900}, busy=not idle, in_use=() if idle else ("model",))
-    cache = hooked(tmp_path, "comfy/ldm/wan/model_animate2.py", POSES).PoseBranchCache(card.device, [200, 200])
+    cache = hooked(tmp_path, "comfy/ldm/wan/model_animate2.py", POSES, model_management=card).PoseBranchCache(card.device, [200, 200])
     assert cache.select(None) == (2 if idle else 0)
     assert other.models["model"] == (900 - 201 if idle else 900)       # more than 300 free; 100 were
 
@@ -129,9 +130,8 @@ def test_a_cache_of_poses_keeps_what_it_has_if_the_idle_process_makes_room(card,
 def test_a_cache_of_poses_in_host_memory_asks_for_what_the_container_lacks(card, tmp_path, monkeypatch):  # noqa: F811
     from comfy.process_memory import limits, ram
     from tests.unit.test_consult import Device
-    left, asked = ram.FLOOR + 100, []
-    monkeypatch.setitem(sys.modules, "model_management", card)
-    monkeypatch.setattr(card, "get_free_memory", lambda device: left - ram.FLOOR)
+    left, asked = limits.FLOOR + 100, []
+    monkeypatch.setattr(card, "get_free_memory", lambda device: left - limits.FLOOR)
     card.comfy = types.SimpleNamespace(memory_management=types.SimpleNamespace(RAM_CACHE_HEADROOM=0))
     monkeypatch.setattr(limits, "available", lambda: left)
 
@@ -142,5 +142,5 @@ def test_a_cache_of_poses_in_host_memory_asks_for_what_the_container_lacks(card,
         return missing
     monkeypatch.setattr(ram, "ask", ask)
     peer(card, "other", {})
-    cache = hooked(tmp_path, "comfy/ldm/wan/model_animate2.py", POSES).PoseBranchCache(Device(index=None), [200, 200])
+    cache = hooked(tmp_path, "comfy/ldm/wan/model_animate2.py", POSES, model_management=card).PoseBranchCache(Device(index=None), [200, 200])
     assert cache.select(None) == 2 and asked == [("release_pins", 200)]
