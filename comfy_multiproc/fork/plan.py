@@ -13,7 +13,7 @@ from pathlib import Path
 from .anchors import AnchorError, Place, SourceFile, resolve
 from .errors import ForkError
 from .growing import new_files
-from .series import Insert, Patch
+from .series import Insert, Patch, wrapped
 
 
 class PlanError(ForkError):
@@ -68,11 +68,11 @@ class Plan:
         patch = self.patches[order]
         absent = [result.insert.anchor for result in self.results
                   if result.patch == patch.name and result.status == "absent" and not result.insert.until]
-        missing = sorted({f"{anchor.scope} in {anchor.file}" for anchor in absent if anchor.scope})
+        missing = sorted({f"{anchor.scope} ({anchor.file})" for anchor in absent if anchor.scope})
         if not missing:
             return patch.message
-        note = f"Left out, since ComfyUI {self.version} does not have what they hook: {', '.join(missing)}."
-        return f"{patch.message}\n{textwrap.fill(note, 120, break_long_words=False, break_on_hyphens=False)}\n"
+        note = f"Left out here, as ComfyUI {self.version} has no such code yet: hooks in {', '.join(missing)}."
+        return f"{patch.message}\n{wrapped(note)}\n"
 
     def require_ok(self) -> None:
         """Raises PlanError with every reason why the series does not fit."""

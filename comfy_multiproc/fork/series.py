@@ -19,6 +19,7 @@
     only = ["provider.py", "ladder.py"]    # names in that folder; without it, all that is there
 """
 
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -81,8 +82,13 @@ class Patch:
 
     @property
     def message(self) -> str:
-        """Of the commit. It names nothing of this project: whoever reads it has ComfyUI alone before them."""
-        return f"{self.subject}\n\n{self.body.strip()}\n"
+        """Of the commit, wrapped for mail. It names nothing of this project: whoever reads it has ComfyUI alone before them."""
+        return "\n\n".join([self.subject, *(wrapped(paragraph) for paragraph in self.body.strip().split("\n\n"))]) + "\n"
+
+
+def wrapped(paragraph: str) -> str:
+    """A paragraph of a message as mail has it."""
+    return textwrap.fill(paragraph, 76, break_long_words=False, break_on_hyphens=False)
 
 
 def version_number(version: str) -> tuple[int, ...]:

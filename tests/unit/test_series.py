@@ -47,8 +47,9 @@ def test_reads_in_the_order_of_names(tmp_path):
 
 
 def test_no_message_names_what_a_reader_of_comfyui_cannot_see():
-    """The mail of one patch is all that there is: no tests, rows or pages of this project."""
+    """The mail of one patch is all that there is: no tests, rows or pages of this project. It is as wide as mail is."""
     for patch in series.load():
+        assert max(map(len, patch.message.splitlines())) <= 76 and len(patch.subject) <= 72, patch.name
         assert not re.search(r"tests/|docs/|patches/|\bMultiproc\b|\brows?\b|\b(series|project)\b", patch.message), patch.name
 
 
@@ -57,7 +58,7 @@ def test_the_message_says_what_a_tree_is_too_old_for(tmp_path):
     patches = series.load(tmp_path / "p")
     tree = make_tree(tmp_path, a__py="x = 1\ndef f():\n    x = 1\n")
     assert plan.make_plan(tree, "0.31.0", patches).message(0) == "a: b\n\nwhy\n"
-    assert plan.make_plan(tree, "0.30.0", patches).message(0) == "a: b\n\nwhy\n\nLeft out, since ComfyUI 0.30.0 does not have what they hook: f in a.py.\n"
+    assert plan.make_plan(tree, "0.30.0", patches).message(0) == "a: b\n\nwhy\n\nLeft out here, as ComfyUI 0.30.0 has no such code yet: hooks in f (a.py).\n"
 
 
 def test_every_patch_names_tests_that_there_are_and_is_in_one_pull_request():
