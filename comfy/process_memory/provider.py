@@ -133,9 +133,10 @@ class ProcessMemoryProvider(ABC):
 
     *Counting* (:meth:`usage`, :meth:`ram`, :meth:`candidates`) is answered from local state only: it is called on
     any thread, sends no message, holds no lock while somebody else is waited for, and never raises. *Asking*
-    (:meth:`release` and its kin) is done by the other process with its own manager on its own execution thread;
-    it may take until the request's deadline and always ends in a :class:`Receipt`. A provider that serves a
-    request never makes one.
+    (:meth:`release` and its kin) is called on a helper thread, one call at a time for each provider; the other process
+    does the work, with its own manager. It may take until the request's deadline and always ends in a
+    :class:`Receipt`. A provider that serves a request never makes one. *Telling* is called on the helper thread too,
+    except :meth:`exclusive`, which the thread that captures enters.
 
     Only :attr:`name`, :meth:`usage`, :meth:`candidates` and :meth:`release` are needed; what the others stand
     for is then simply not held.
@@ -201,7 +202,7 @@ class ProcessMemoryProvider(ABC):
     # telling
 
     def claim(self, device: str, size: int) -> None:
-        """This process is about to allocate `size` bytes on `device`; 0 when it has. Must return at once."""
+        """This process is about to allocate `size` bytes on `device`, in all; 0 when it has. Must return at once."""
 
     def interrupt(self, prompt_id: str | None, value: bool) -> None:
         """The prompt was cancelled (`value` True) or a new one starts. Must return at once."""
