@@ -66,6 +66,7 @@ def without_providers() -> dict[str, float]:
         "node_started": process_memory.node_started,
         "node_ended": process_memory.node_ended,
         "release_peers_caches": process_memory.release_peers_caches,
+        "reset_peers": process_memory.reset_peers,
         "make_room": lambda: process_memory.make_room(CARD, 1),
         "reclaimable": lambda: process_memory.reclaimable(CARD),
         "room_for_batch": lambda: process_memory.room_for_batch(MODEL, CARD, nothing),

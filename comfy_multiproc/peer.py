@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from queue import SimpleQueue
 from typing import Any
 
 from comfy.process_memory.provider import (NOTHING, Candidate, DeviceUsage, Outcome, ProcessMemoryProvider, RamUsage, Receipt,
@@ -53,23 +52,22 @@ class PeerProcess(ProcessMemoryProvider):
 
     Counting reads the ledger: microseconds, any thread. Requests go to the process's endpoint; one at a time, others
     wait for their turn within their deadlines. A process that has ended holds nothing and answers GONE. `capture` is
-    entered while this process captures a graph on a device; `tell` sends a message that nobody waits for, to a process
-    that belongs to the same server as this one (None: it does not).
+    entered while this process captures a graph on a device; `related`: it belongs to the same server as this one.
     """
 
     inline_counting = True
 
     def __init__(self, ledger: Ledger, process: Process, key: bytes, *, patience: float = PATIENCE,
                  capture: Callable[[str], AbstractContextManager[object]] = lambda device: nullcontext(),
-                 tell: Callable[[PeerProcess, Message], None] | None = None):
+                 related: bool = False):
         self.pid: int = process.pid
         self.start = process.start
         self.slot = process.slot
         self.family = process.family
         self._name = process.name
         self._ledger, self._key, self._patience = ledger, key, patience
-        self._capture, self._tell = capture, tell
-        self.patience = 0.0 if tell is None else FAMILY_PATIENCE
+        self._capture = capture
+        self.patience = FAMILY_PATIENCE if related else 0.0
         self._lock = threading.Lock()
         self._client: Client | None = None
         self._sequence = ledger.sequence_place(process.slot)
@@ -161,10 +159,6 @@ class PeerProcess(ProcessMemoryProvider):
             return False
 
     # telling
-
-    def interrupt(self, prompt_id: str | None, value: bool) -> None:
-        if self._tell is not None:
-            self._tell(self, {"type": "interrupt", "prompt": prompt_id, "value": value})
 
     def exclusive(self, device: str) -> AbstractContextManager[object]:
         return self._capture(device)
@@ -265,30 +259,6 @@ class PeerProcess(ProcessMemoryProvider):
 
 def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 62
-
-
-class Teller:
-    """Sends messages that nobody waits for, on a thread of its own, in order."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[PeerProcess, Message] | None] = SimpleQueue()
-        threading.Thread(target=self._run, daemon=True, name="process memory: teller").start()
-
-    def tell(self, peer: PeerProcess, message: Message) -> None:
-        """Send `message` soon. Returns at once; a peer that does not take it within a second misses it."""
-        self._queue.put((peer, message))
-
-    def close(self) -> None:
-        """Stop once what is queued has been sent."""
-        self._queue.put(None)
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            peer, message = item
-            try:
-                peer._exchange(message, time.monotonic() + 1.0, None)
-            except (OSError, ChannelError):
-                pass    # it has ended, or it is stopped and will see nothing for a while anyhow
 
 
 class Peers:

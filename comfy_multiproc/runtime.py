@@ -27,7 +27,7 @@ from .endpoint import Endpoint, Reply
 from .giveback import give_back
 from .ledger import SLOTS, Ledger, LedgerError, Process, Slot
 from .liveness import alive, process_start
-from .peer import PATIENCE, PeerProcess, Peers, Teller
+from .peer import PATIENCE, PeerProcess, Peers
 from .publish import memory_managed, node_began, pinned, report
 from .safepoint import Ask, Inbox, Moment, waits_until
 
@@ -44,8 +44,7 @@ current: Runtime | None = None
 class Runtime:
     """What :func:`start` starts. Implements the moments that the hooks call."""
 
-    def __init__(self, name: str, *, family: int | None = None, patience: float = PATIENCE, idle: float | None = None,
-                 interrupt: Callable[[str | None, bool], None] | None = None):
+    def __init__(self, name: str, *, family: int | None = None, patience: float = PATIENCE, idle: float | None = None):
         self.name = name
         self.started = process_start(os.getpid()) or 0
         self.family = os.getpid() if family is None else family
@@ -54,7 +53,6 @@ class Runtime:
         self._worked = time.monotonic()     # when it, or another process of its family, was last seen at work
         self._idle_done = False
         self.inbox = Inbox(self._work)
-        self._interrupt = interrupt
         self._executor: Any = None
         self._queue: Any = None
         self._sleeping: ExitStack | None = None
@@ -74,7 +72,6 @@ class Runtime:
         self._full = False
         self._stopped = False
         self._troubles: set[str] = set()
-        self._teller = Teller()
         self.ledger = Ledger()
         with self.ledger.lock():
             self._key = auth_key(self.ledger.folder)
@@ -105,7 +102,6 @@ class Runtime:
             own.busy = admission.node_running
         self.inbox.refuse_all()
         self.endpoint.close()
-        self._teller.close()
         self.peers.clear()
         if self.slot is not None:
             try:
@@ -280,11 +276,6 @@ class Runtime:
             self._take(str(kind), message, reply)
         elif kind == "ping":
             reply({"pong": True, "name": self.name})
-        elif kind == "interrupt":
-            prompt, value = message.get("prompt"), message.get("value")
-            if self._interrupt is not None and (prompt is None or isinstance(prompt, str)) and isinstance(value, bool):
-                self._interrupt(prompt, value)
-            reply({"done": self._interrupt is not None})
         else:
             reply({"error": f"unknown message {str(kind)[:TEXT]!r}: the processes are of different versions"})
 
@@ -387,7 +378,7 @@ class Runtime:
     def _make_peer(self, process: Process) -> PeerProcess:
         family = self.family != 0 and process.family == self.family
         return PeerProcess(self.ledger, process, self._key, patience=self.patience, capture=self.capture,
-                           tell=self._teller.tell if family else None)
+                           related=family)
 
     def _found(self, peer: PeerProcess) -> None:
         logging.log(self._level(peer), "Process memory: shared with %s (pid %d)", peer.name, peer.pid)

@@ -370,7 +370,7 @@ def start(context: Context) -> Any:
     if state["share_memory"]:
         from . import runtime
         from comfy.cli_args import args
-        runtime.start(f"worker {context.name}", family=state["host"], interrupt=context.interrupt, idle=runtime.idle_limit(args))
+        runtime.start(f"worker {context.name}", family=state["host"], idle=runtime.idle_limit(args))
     root.setLevel(level)
     body = entry.load(context) if hasattr(entry, "load") else None
     import comfy.model_management

@@ -25,7 +25,7 @@ from .registry import unregister as unregister_process_memory_provider
 from .report import processes, with_processes
 from .retry import asks_peers_on_oom, asks_peers_on_oom_same_noise, peers_made_room, start_over_if_peers_made_room
 from .sizers import ask_for_room, batch_size, free_after_asking, free_for_batch, obtainable, reclaimable, room_for_batch
-from .unloading import peers_unload_too, release_peers_caches
+from .unloading import peers_unload_too, release_peers_caches, reset_peers
 
 on_change: Callable[[], None] | None = None
 """Called on the execution thread after what this process holds has changed; set by the runtime that publishes it."""

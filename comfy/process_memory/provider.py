@@ -196,16 +196,13 @@ class ProcessMemoryProvider(ABC):
         return self.release(request)
 
     def reset(self, request: ReleaseRequest) -> Receipt:
-        """Drop what the process remembers between prompts (``/free`` with ``free_memory``)."""
+        """Drop what the process remembers between prompts (``/free`` with ``free_memory``); `request.bytes` is 0."""
         return NOTHING
 
     # telling
 
     def claim(self, device: str, size: int) -> None:
         """This process is about to allocate `size` bytes on `device`, in all; 0 when it has. Must return at once."""
-
-    def interrupt(self, prompt_id: str | None, value: bool) -> None:
-        """The prompt was cancelled (`value` True) or a new one starts. Must return at once."""
 
     def exclusive(self, device: str) -> AbstractContextManager[object]:
         """Entered while this process captures a graph on `device`: the other process holds its loads there."""

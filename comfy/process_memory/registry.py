@@ -305,11 +305,15 @@ def ask(method: str, requests: Sequence[tuple[Entry, ReleaseRequest]]) -> list[R
 
 
 def tell(method: str, *args: Any) -> None:
-    """Call `claim` or `interrupt` of every provider that has one of its own, without waiting for it."""
-    default = getattr(ProcessMemoryProvider, method)
+    """Call `method` (`claim`) of every provider that has one of its own, without waiting for it."""
     for entry in entries:
-        if getattr(type(entry.provider), method) is not default and not entry.hung:
+        if overridden(entry, method) and not entry.hung:
             entry.start(method, *args)
+
+
+def overridden(entry: Entry, method: str) -> bool:
+    """Whether its provider has that method of its own; the one that it inherits does nothing."""
+    return getattr(type(entry.provider), method) is not getattr(ProcessMemoryProvider, method)
 
 
 _KINDS: dict[str, type] = {"usage": DeviceUsage, "ram": RamUsage, "candidates": Sequence}

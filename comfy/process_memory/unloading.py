@@ -86,6 +86,18 @@ def release_peers_caches() -> None:
     registry.ask("release", requests)
 
 
+def reset_peers() -> None:
+    """Ask every peer to drop what it remembers between prompts, as this process has done. A busy one keeps it, which is said."""
+    if not registry.entries or registry.is_serving():
+        return
+    deadline, ticket = time.monotonic() + DEADLINE, uuid.uuid4().hex
+    requests = [(entry, ReleaseRequest(device=None, bytes=0, reason=Reason.USER_FREE, deadline=deadline, ticket=ticket))
+                for entry in registry.entries if registry.overridden(entry, "reset") and not entry.gone]
+    for (entry, _), receipt in zip(requests, registry.ask("reset", requests)):
+        if receipt is None or receipt.outcome is Outcome.BUSY:
+            logging.warning("Process memory: %s keeps what it remembers: it is busy, or does not answer", entry)
+
+
 def holding(usage: DeviceUsage | None, device: Any) -> int:
     """How much a process may have to give on a card; what is unknown is the whole card."""
     if usage is None or usage.resident is None:

@@ -125,11 +125,16 @@ def test_idle_models_of_one_make_room_for_the_other(pair, expected):
 @pytest.mark.row(9)
 @pytest.mark.row(21)
 def test_the_free_button_reaches_both(pair):
+    def cached(result):
+        return [node for event in result.events if event["type"] == "execution_cached" for node in event["data"]["nodes"]]
+
     one, other = pair
     assert one.run(workflow(5)).ok and other.run(workflow(6)).ok
-    assert held(other) > 0
+    assert held(other) > 0 and cached(other.run(workflow(6)))
     one.post("/free", {"unload_models": True, "free_memory": True})
     until(lambda: read_card(one.card_path).used == 0)
+    assert one.run(workflow(5)).ok      # which comes after it has dropped its node cache and told others to
+    assert cached(other.run(workflow(6))) == []
 
 
 def test_top_shows_every_device_and_process(pair, runtime_folder):

@@ -4,11 +4,32 @@ import threading
 
 import pytest
 
-from comfy.process_memory import Reason, limits, unloading
+from comfy import process_memory
+from comfy.process_memory import Outcome, Reason, Receipt, limits, unloading
 from tests.unit.providers import Peer
 from tests.unit.test_consult import card  # noqa: F401  (a fixture)
 
 GIB = 1 << 30
+
+
+@pytest.mark.row(21)
+def test_dropping_the_node_cache_reaches_what_others_remember(card, caplog):  # noqa: F811
+    class Remembering(Peer):
+        remembers = True
+
+        def reset(self, request):
+            if self.busy:
+                return Receipt(outcome=Outcome.BUSY)
+            self.remembers = False
+            return Receipt(outcome=Outcome.NOTHING)
+
+    idle, busy, other = Remembering("idle"), Remembering("busy", busy=True), Peer("remembers nothing")
+    for provider in (idle, busy, other):
+        process_memory.register_process_memory_provider(provider)
+    process_memory.reset_peers()
+    assert (idle.remembers, busy.remembers) == (False, True)
+    assert [record.message for record in caplog.records if "keeps what it remembers" in record.message] == [
+        f"Process memory: busy (pid {busy.pid}) keeps what it remembers: it is busy, or does not answer"]
 
 
 class HostMemory:
