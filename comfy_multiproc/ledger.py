@@ -77,7 +77,7 @@ FILE_SIZE = HEADER_SIZE + SLOTS * SLOT_SIZE
 
 BUSY = 1
 IN_USE, DYNAMIC = 256, 512
-KINDS = (Kind.MODEL, Kind.CACHE, Kind.PINS)
+KINDS = (Kind.MODEL, Kind.CACHE)
 
 LOCK_SECONDS = 10.0       # the lock is held for arithmetic only; this long means that its holder is stopped
 LOOK_AGAIN = 0.05         # seconds for which a process that was seen alive is taken to be so

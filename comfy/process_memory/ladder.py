@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from . import admission, arithmetic, devices, registry
-from .provider import DEADLINE, Candidate, DeviceUsage, Kind, Outcome, Reason, ReleaseRequest
+from .provider import DEADLINE, Candidate, DeviceUsage, Outcome, Reason, ReleaseRequest
 from .figures import manager
 
 patience = 1.0
@@ -68,7 +68,7 @@ class Shortfall:
             if usage is None or age != 0.0 or usage.capturing or not wanted(usage):
                 continue
             for candidate in candidates:
-                if candidate.in_use or candidate.kind is Kind.PINS or candidate.resident <= 0:
+                if candidate.in_use or candidate.resident <= 0:
                     continue
                 peer = Peer(arithmetic.rank(candidate, len(found), own_first))
                 peer.entry, peer.candidate, peer.shortfall = entry, candidate, self

@@ -46,7 +46,6 @@ class Kind(str, enum.Enum):
     """What a candidate is."""
     MODEL = "model"  # one loaded model
     CACHE = "cache"  # what the process's allocator keeps and does not use
-    PINS = "pins"    # page-locked host memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

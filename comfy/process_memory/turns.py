@@ -15,7 +15,6 @@ from typing import Any
 
 from . import arithmetic, moments, registry
 from .figures import manager
-from .provider import Kind
 
 LOOK = 0.02
 """Seconds between two looks."""
@@ -61,5 +60,5 @@ def _enough(device: Any, place: str, required: int) -> bool:
     size = mm.get_free_memory(device)
     size += sum(loaded.model_loaded_memory() for loaded in mm.current_loaded_models if loaded.device == device and loaded.model is not None)
     for _, candidates, age in registry.count("candidates", place):
-        size += sum(candidate.resident for candidate in candidates or () if age == 0.0 and not candidate.in_use and candidate.kind is not Kind.PINS)
+        size += sum(candidate.resident for candidate in candidates or () if age == 0.0 and not candidate.in_use)
     return arithmetic.shortfall(required, size, mm.get_total_memory(device)) == 0
