@@ -76,7 +76,7 @@ SLOT_SIZE = -(-(BODY + DEVICES * DEVICE_SIZE) // 4096) * 4096
 FILE_SIZE = HEADER_SIZE + SLOTS * SLOT_SIZE
 
 BUSY = 1
-IN_USE, DYNAMIC = 256, 512
+IN_USE = 256
 KINDS = (Kind.MODEL, Kind.CACHE)
 
 LOCK_SECONDS = 10.0       # the lock is held for arithmetic only; this long means that its holder is stopped
@@ -200,7 +200,7 @@ def _pack_device(report: DeviceReport, capturing: bool) -> bytes:
         usage.resident, usage.cached, usage.fixed, usage.scratch, 0, usage.committed, usage.reclaimable,
         report.allocator, report.pager, len(candidates), capturing, report.total, 0, 0, 0, 0)))]
     for c in candidates:
-        kind = KINDS.index(c.kind) | (IN_USE if c.in_use else 0) | (DYNAMIC if c.dynamic else 0)
+        kind = KINDS.index(c.kind) | (IN_USE if c.in_use else 0)
         parts.append(CANDIDATE.pack(int(c.id), kind, _word(c.resident), _word(c.size), _word(c.refs), 0, _text(c.name, 48)))
     return b"".join(parts).ljust(DEVICE_SIZE, b"\0")
 
@@ -219,7 +219,7 @@ def _unpack(slot: int, data: bytes) -> Process:
             id_, kind, held, size, refs, _, what = CANDIDATE.unpack_from(data, at + DEVICE_HEAD.size + i * CANDIDATE.size)
             if kind & 255 < len(KINDS):
                 candidates.append(Candidate(id=str(id_), name=_read_text(what), kind=KINDS[kind & 255], resident=held,
-                                            size=size, refs=refs, in_use=bool(kind & IN_USE), dynamic=bool(kind & DYNAMIC)))
+                                            size=size, refs=refs, in_use=bool(kind & IN_USE)))
         text = _read_text(key)
         devices[text] = DeviceReport(
             key=text, candidates=tuple(candidates), allocator=_figure(allocator), pager=_figure(pager),

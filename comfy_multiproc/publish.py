@@ -78,7 +78,7 @@ def device_report(device: Any, loaded_models: list[Any], busy: bool) -> DeviceRe
         dynamic = bool(patcher.is_dynamic())
         used = busy and in_use(loaded)
         candidates.append(Candidate(id=candidate_id(loaded), name=type(patcher.model).__name__, resident=held, size=size,
-                                    refs=refs, in_use=used, dynamic=dynamic))
+                                    refs=refs, in_use=used))
         resident += held
         committed += size
         idle += 0 if used else held

@@ -87,7 +87,6 @@ class Candidate:
     size: int = 0            # bytes of the whole thing, offloaded part included
     refs: int = 0            # references to it, as sys.getrefcount counts in free_memory
     in_use: bool = False     # a running node uses it just now: never a candidate for others
-    dynamic: bool = False    # paged by the holder's aimdo
 
     @property
     def offloaded(self) -> int:

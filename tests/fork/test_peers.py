@@ -110,8 +110,8 @@ def test_what_is_published_is_what_is_there(card, here, other):
     assert usage.resident == in_file.allocated and usage.cached == in_file.cached
     assert (usage.committed, usage.claimed, usage.busy) == (96 * MIB, 0, False)
     models = [c for c in peer.candidates(CARD) if c.kind is Kind.MODEL]
-    assert sorted((c.name, c.resident, c.size, c.in_use, c.dynamic) for c in models) == [
-        ("Stub", 32 * MIB, 32 * MIB, False, False), ("Stub", 64 * MIB, 64 * MIB, False, False)]
+    assert sorted((c.name, c.resident, c.size, c.in_use) for c in models) == [
+        ("Stub", 32 * MIB, 32 * MIB, False), ("Stub", 64 * MIB, 64 * MIB, False)]
     assert all(c.refs >= 2 for c in models)
     report = here.ledger.read(peer.slot).devices[CARD]
     assert report.allocator + report.pager == in_file.allocated + in_file.cached, "each byte once"

@@ -34,7 +34,7 @@ def a_report(resident=100 * MB, models=2, key="cuda:1", **usage):
         key=key, allocator=resident + 7, pager=3, total=1000 * MB,
         usage=DeviceUsage(resident=resident, cached=None, committed=2 * resident, reclaimable=resident, **usage),
         candidates=tuple(Candidate(id=str(i + 1), name=f"Model{i}", resident=resident // models, size=resident, refs=i + 3,
-                                   in_use=i == 0, dynamic=i == 1) for i in range(models))),))
+                                   in_use=i == 0) for i in range(models))),))
 
 
 def child_holds(pipe, folder, resident):
