@@ -31,7 +31,7 @@ Layout. All words are 64-bit little-endian, aligned and written whole; all sizes
                9  candidates that follow                        10  capturing: 1 while a graph is captured there
               11  size of the device                           12-15  not used
                   then 32 candidates
-    candidate  0  id    1 kind: 0 model, 1 cache, 2 pins; plus 256 in use, 512 dynamic
+    candidate  0  id    1 kind: 0 model, 1 cache; plus 256 in use
                2  resident    3 size    4 references    5 not used
                   then name (48 bytes)
 

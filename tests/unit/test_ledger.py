@@ -413,4 +413,4 @@ def test_the_layout_is_the_one_that_is_written_down(ledger):
     figures = struct.unpack_from("<16Q", raw, device + 64)
     assert figures[0] == 100 * MB and figures[1] == 2**64 - 1 and figures[5] == 200 * MB and figures[9] == 2
     assert struct.unpack_from("<5Q", raw, device + 192) == (1, 256, 50 * MB, 100 * MB, 3)
-    assert struct.unpack_from("<5Q", raw, device + 192 + 96) == (2, 512, 50 * MB, 100 * MB, 4)
+    assert struct.unpack_from("<5Q", raw, device + 192 + 96) == (2, 0, 50 * MB, 100 * MB, 4)
