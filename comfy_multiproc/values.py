@@ -404,6 +404,7 @@ class Codec:
                 trimmed = now
                 self.pool.trim()
                 self._attachments.trim(self.pool.idle_seconds)
+        self._attachments.close()       # what was recycled since is not expected again
 
     def _note(self, notice: dict[str, Any], event: tuple[Any, ...]) -> None:
         kind = event[0]

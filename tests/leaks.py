@@ -35,8 +35,12 @@ def processes(mark: str) -> dict[int, str]:
 
 
 def shared_memory() -> set[str]:
-    """Shared memory of the project that this process has open or mapped, and named files of it."""
-    found = {str(path) for path in Path("/dev/shm").glob(f"{SHARED}-*")}
+    """Shared memory of the project that this process has open or mapped, and named files of it but for those of other living processes."""
+    found = set()
+    for path in Path("/dev/shm").glob(f"{SHARED}-*"):
+        pid = path.name.removeprefix(f"{SHARED}-").partition("-")[0]
+        if pid == str(os.getpid()) or not (pid.isdecimal() and Path("/proc", pid).exists()):
+            found.add(str(path))
     for fd in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             if SHARED in (place := os.readlink(fd)) and "memfd" in place:
@@ -58,4 +62,6 @@ def nothing_is_left() -> Iterator[None]:
     while (left := processes(f"{MARK}={token}")) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left, "processes are left:\n" + "\n".join(f"{pid}: {command}" for pid, command in left.items())
-    assert not (more := sorted(shared_memory() - before)), "shared memory is left:\n" + "\n".join(more)
+    while (more := sorted(shared_memory() - before)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not more, "shared memory is left:\n" + "\n".join(more)
