@@ -79,6 +79,7 @@ def without_providers() -> dict[str, float]:
         "pins_full": lambda: process_memory.pins_full(1),
         "weigh_outputs": lambda: process_memory.weigh_outputs([], 1.0, 1.0),
         "hint_memory": lambda: process_memory.hint_memory({}, (), None),
+        "tell_interrupt": lambda: process_memory.tell_interrupt(True),
         "shared_counter": lambda: process_memory.shared_counter(MODEL, CARD),
         "set_pager_headroom": process_memory.set_pager_headroom,
         "wait_for_captures": lambda: process_memory.wait_for_captures([CARD]),

@@ -12,6 +12,7 @@ from .capture import begin_capture, end_capture, may_capture, wait_for_captures
 from .control import claim_network, hint_memory, settle_network
 from .copies import admit_copy, copy_loaded, shared_counter
 from .gates import for_file, settled_dtype, shared_card
+from .interrupts import tell_interrupt
 from .ladder import ask_busy_peers, ask_peer, make_room, peer_candidates
 from .pager import set_pager_headroom
 from .pins import one_pin_ceiling, peers_pins_too, peers_registrations_too, pin_again, pin_shortfall, pins_full, reserves_pins

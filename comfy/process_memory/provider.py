@@ -134,7 +134,7 @@ class ProcessMemoryProvider(ABC):
     (:meth:`release` and its kin) is called on a helper thread, one call at a time for each provider; the other process
     does the work, with its own manager. It may take until the request's deadline and always ends in a
     :class:`Receipt`. A provider that serves a request never makes one. *Telling* is called on the helper thread too,
-    except :meth:`exclusive`, which the thread that captures enters.
+    except :meth:`interrupt`, and :meth:`exclusive`, which the thread that captures enters.
 
     Only :attr:`name`, :meth:`usage`, :meth:`candidates` and :meth:`release` are needed; what the others stand
     for is then simply not held.
@@ -201,6 +201,12 @@ class ProcessMemoryProvider(ABC):
 
     def claim(self, device: str, size: int) -> None:
         """This process is about to allocate `size` bytes on `device`, in all; 0 when it has. Must return at once."""
+
+    def interrupt(self, prompt_id: str | None, value: bool) -> None:
+        """The prompt with that id (None: whatever runs for this process) was cancelled; `value` False: the next one starts.
+
+        Called on a thread of its own, also while another call runs: a request that waits may be what is to be ended.
+        """
 
     def exclusive(self, device: str) -> AbstractContextManager[object]:
         """Entered while this process captures a graph on `device`: the other process holds its loads there."""

@@ -337,12 +337,12 @@ def answers_every_request(provider: ProcessMemoryProvider, device: str) -> None:
 
 
 def is_told_at_once(provider: ProcessMemoryProvider, device: str) -> None:
-    """what it is told (claim) and a capture it is to wait for return at once."""
+    """what it is told (claim, interrupt) and a capture it is to wait for return at once."""
     def capture() -> None:
         with provider.exclusive(device):
             pass
 
-    for what, args in (("claim", (device, 1 << 20)), ("claim", (device, 0))):
+    for what, args in (("claim", (device, 1 << 20)), ("claim", (device, 0)), ("interrupt", ("prompt", True)), ("interrupt", (None, False))):
         took = within(2.0, what, getattr(provider, what), *args)[1]
         if took > BLOCK_LIMIT:
             raise _Broken(f"{what} takes {took * 1000:.0f} ms")

@@ -8,7 +8,7 @@ import types
 import pytest
 
 from comfy_multiproc.testing import stub_patcher
-from tests.unit.providers import Peer
+from tests.unit.providers import Peer, until
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -189,6 +189,33 @@ def test_before_a_node_the_pager_is_told_too(card, known, pages, executor, monke
     told = []
     monkeypatch.setattr(Made, "during", lambda: told.append(pages.control.headroom))
     assert executor(0, 0)() == 1 and told == [pages.reserve + 48 * MIB]
+
+
+@pytest.mark.row(39)
+def test_cancel_reaches_a_process_that_works_on_the_prompt_while_it_answers_something_else(card, known, executor, monkeypatch):
+    import nodes
+    from comfy.process_memory import ReleaseRequest, registry
+
+    class Working(Peer):
+        told, cancelled = [], threading.Event()
+
+        def release(self, request):
+            self.cancelled.wait(20)     # a long answer, which nothing but the interrupt ends
+            return super().release(request)
+
+        def interrupt(self, prompt_id, value):
+            self.told.append(value)
+            if value:
+                self.cancelled.set()
+    peer = known(Working())
+
+    def cancel():
+        nodes.interrupt_processing()
+        [receipt] = registry.ask("release", [(registry.entries[0], ReleaseRequest(device="cpu:0", bytes=1))])
+        assert receipt is not None and peer.cancelled.is_set()
+    monkeypatch.setattr(Made, "during", cancel)
+    assert executor(0, 0)() == 1
+    until(lambda: sorted(peer.told) == [False, True])   # a prompt that starts has not been cancelled
 
 
 @pytest.mark.row(8)
