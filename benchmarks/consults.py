@@ -67,7 +67,6 @@ def without_providers() -> dict[str, float]:
         "node_ended": process_memory.node_ended,
         "release_peers_caches": process_memory.release_peers_caches,
         "reset_peers": process_memory.reset_peers,
-        "make_room": lambda: process_memory.make_room(CARD, 1),
         "reclaimable": lambda: process_memory.reclaimable(CARD),
         "room_for_batch": lambda: process_memory.room_for_batch(MODEL, CARD, nothing),
         "batch_size": lambda: process_memory.batch_size(MODEL, CARD, 2.0, 3, 4),
@@ -119,7 +118,7 @@ def with_providers() -> dict[str, float]:
             registry.register(peer)
         found[f"usage of 16, {kind}"] = nanoseconds(lambda: registry.count("usage", "cpu:0"), 300) / 1000
         found[f"usage and candidates of 16, {kind}"] = nanoseconds(
-            lambda: (registry.count("usage", "cpu:0"), registry.count("peer_candidates", "cpu:0")), 300) / 1000
+            lambda: (registry.count("usage", "cpu:0"), registry.count("candidates", "cpu:0")), 300) / 1000
         entry = registry.entries[0]
         found[f"one release that frees at once, {kind}"] = nanoseconds(
             lambda: registry.ask("release", [(entry, ReleaseRequest(device="cpu:0", bytes=1))]), 300) / 1000
