@@ -117,7 +117,8 @@ def _bind(host: str, port: int) -> None:
 def database_argument(tree: Path, arguments: Sequence[str], port: int) -> list[str]:
     """A database of its own for a second server of `tree`, which cannot open the one that the first has locked."""
     given = any(argument.split("=")[0] == "--database-url" for argument in arguments)
-    if given or not running.database_in_use(tree):
+    # One that is still starting has not locked it yet.
+    if given or not (running.database_in_use(tree) or running.servers(tree)):
         return []
     return ["--database-url", f"sqlite:///{(tree / running.DATABASE).with_name(f'comfyui-{port}.db').absolute()}"]
 

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     with writing(built.path):
         (built.path / "user").mkdir(exist_ok=True)
     if database := launch.database_argument(built.path, args.rest, address.port):
-        console.note("another server of this folder has its database open: this one gets its own, " + database[1].rpartition("/")[2])
+        console.note("another server runs in this folder: this one gets a database of its own, " + database[1].rpartition("/")[2])
         arguments += database
     console.progress(f"Starting ComfyUI {built.version} in {built.path}")
     console.settle()

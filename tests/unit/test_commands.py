@@ -227,6 +227,10 @@ def test_the_port_that_is_suggested_is_free() -> None:
 
 def test_a_second_server_of_a_folder_gets_a_database_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "user").mkdir()
+    (tmp_path / "main.py").write_text("input()")
+    with subprocess.Popen([sys.executable, "main.py"], cwd=tmp_path, stdin=subprocess.PIPE) as starting:
+        assert launch.database_argument(tmp_path, [], 8190) != []
+        starting.kill()
     assert launch.database_argument(tmp_path, [], 8190) == []
     lock = filelock.FileLock(tmp_path / "user" / "comfyui.db.lock")       # as ComfyUI holds it
     with lock:
