@@ -160,16 +160,15 @@ def wait_for_turn(for_dynamic: bool) -> None:
     load = _running()
     if load is None:
         return
-    mm = manager()
     began = time.monotonic()
     for place, size in load.room.items():
         device = load.devices[place]
         for _ in range(TURNS):
-            if not arithmetic.shortfall(size, mm.get_free_memory(device), mm.get_total_memory(device)) or not turns.in_the_way(device, place, size, began):
+            if not turns.in_the_way(device, place, size, began):
                 break
             with _claiming_nothing(load, place):
                 turns.wait(device, place, size, began)
-            mm.free_memory(size, device, for_dynamic=for_dynamic)
+            manager().free_memory(size, device, for_dynamic=for_dynamic)
 
 
 def top_up(device: Any, place: str) -> None:

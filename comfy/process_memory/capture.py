@@ -48,7 +48,7 @@ def begin_capture(device: Any) -> None:
             try:
                 window.enter_context(entry.provider.exclusive(place))
             except Exception as error:
-                entry.failed(f"exclusive raised {type(error).__name__}: {error}")
+                entry.failed("exclusive", f"raised {type(error).__name__}: {error}")
 
 
 def end_capture() -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Protocol, TypeVar
 
+from . import registry
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -87,9 +89,11 @@ def waiting(seconds: float) -> None:
 
 
 def no_safe_point(function: Function) -> Function:
-    """Nothing is given back to other processes while the decorated function runs."""
+    """Nothing is given back to other processes while the decorated function runs, and no provider runs it while it is asked."""
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if registry.entries:
+            registry.keep_off()
         here = handler
         if here is None:
             return function(*args, **kwargs)

@@ -133,8 +133,9 @@ class ProcessMemoryProvider(ABC):
     any thread, sends no message, holds no lock while somebody else is waited for, and never raises. *Asking*
     (:meth:`release` and its kin) is called on a helper thread, one call at a time for each provider; the other process
     does the work, with its own manager. It may take until the request's deadline and always ends in a
-    :class:`Receipt`. A provider that serves a request never makes one. *Telling* is called on the helper thread too,
-    except :meth:`interrupt`, and :meth:`exclusive`, which the thread that captures enters.
+    :class:`Receipt`. A provider that serves a request never makes one, and calls neither ``free_memory`` nor
+    ``load_models_gpu`` of this process. *Telling* is called on the helper thread too, except :meth:`interrupt`, and
+    :meth:`exclusive`, which the thread that captures enters.
 
     Only :attr:`name`, :meth:`usage`, :meth:`candidates` and :meth:`release` are needed; what the others stand
     for is then simply not held.
@@ -165,7 +166,7 @@ class ProcessMemoryProvider(ABC):
 
     @abstractmethod
     def candidates(self, device: str) -> Sequence[Candidate]:
-        """What it could give back on `device`; empty for a device that it does not know."""
+        """What it could give back on `device`, a list or a tuple; empty for a device that it does not know."""
 
     def ram(self) -> RamUsage:
         """What it holds in host memory."""

@@ -9,15 +9,17 @@ piled up on a call that hangs: until it returns, the provider is left out.
 from __future__ import annotations
 
 import logging
+import math
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from .provider import (API_VERSION, Candidate, DeviceUsage, Outcome, ProcessMemoryProvider, RamUsage, Receipt,
+from .provider import (API_VERSION, Candidate, DeviceUsage, Kind, Outcome, ProcessMemoryProvider, RamUsage, Receipt,
                        ReleaseRequest)
 
 COUNT_DEADLINE = 0.25
@@ -27,6 +29,9 @@ SLOW_COUNT = 0.01
 """Seconds above which a count is slow; after `SLOW_COUNTS` of them in a row the provider is left out."""
 
 SLOW_COUNTS = 3
+
+CROWDED = 0.001
+"""Seconds for which a thread that gives up the interpreter waits for it where others are at work: each system call of a count does."""
 
 GRACE = 0.25
 """Seconds beyond a request's deadline that core waits, since an answer at the deadline has a way to come."""
@@ -40,11 +45,12 @@ _tickets: deque[str] = deque(maxlen=256)
 
 
 class _Call:
-    __slots__ = ("abandoned", "args", "done", "error", "method", "result", "seconds", "started")
+    __slots__ = ("abandoned", "args", "done", "error", "method", "result", "seconds", "started", "told")
 
-    def __init__(self, method: str, args: tuple[Any, ...]) -> None:
+    def __init__(self, method: str, args: tuple[Any, ...], told: bool) -> None:
         self.method = method
         self.args = args
+        self.told = told            # nobody waits for it
         self.done = threading.Event()
         self.started = False
         self.abandoned = False
@@ -75,10 +81,12 @@ class Entry:
         self.provider = provider
         self.name = name
         self.pid = provider.pid
+        self.patience = provider.patience
         self.gone = False                       # its last answer was that the process is dead
         self.unconfirmed = False                # it has not said what became of the last unload
         self.failures = 0
         self.retry_at = 0.0
+        self._failing: set[str] = set()         # counts, or "request", that have failed and not been answered since
         self._slow = 0
         self._closed = False
         self._running: _Call | None = None
@@ -101,12 +109,13 @@ class Entry:
 
     @property
     def asked(self) -> bool:
-        """A request to it is running."""
-        return self._running is not None
+        """A request to it is running; or anything, for who must not wait: a provider that counts with the help of others."""
+        running = self._running
+        return running is not None and (is_serving() or not (running.told or running.method in KINDS))
 
-    def start(self, method: str, *args: Any) -> _Call:
+    def start(self, method: str, *args: Any, told: bool = False) -> _Call:
         """Begin a call on the helper thread."""
-        call = _Call(method, args)
+        call = _Call(method, args, told)
         with _lock:
             if self._closed:
                 call.abandoned = True
@@ -118,32 +127,33 @@ class Entry:
             self._calls.put(call)
         return call
 
-    def finish(self, call: _Call, timeout: float, kind: type) -> Any:
-        """The result of `call`, or None when there is none of type `kind` within `timeout` seconds."""
+    def finish(self, call: _Call, timeout: float) -> bool:
+        """Whether `call` has come back within `timeout` seconds, and has not raised."""
         if call.abandoned or not call.done.wait(timeout):
             call.abandoned = True
+            running = self._running
             if call.started:
-                self.failed(f"{call.method} gave no answer within {timeout:.2g} s")
-            return None
+                self.failed(call.method, f"gave no answer within {timeout:.2g} s")
+            elif running is not None and running.told:
+                running.abandoned = True
+                self.failed(running.method, f"has not come back, and holds up {call.method}")
+            return False
         if call.error is not None:
-            self.failed(f"{call.method} raised {type(call.error).__name__}: {call.error}")
-            return None
-        problem = _problem(call.result, kind)
-        if problem:
-            self.failed(f"{call.method} {problem}")
-            return None
-        return call.result
+            self.failed(call.method, f"raised {type(call.error).__name__}: {call.error}")
+        return call.error is None
 
-    def failed(self, problem: str) -> None:
+    def failed(self, method: str, problem: str) -> None:
         """Leave it out for a while."""
         if not self.failures:
-            logging.warning("Process memory: %s is left out and tried again later: %s", self, problem)
+            logging.warning("Process memory: %s is left out and tried again later: %s %s", self, method, problem)
         self.retry_at = time.monotonic() + min(BACK_OFF_LIMIT, BACK_OFF * 2 ** min(self.failures, 16))
         self.failures += 1
+        self._failing.add(_sort(method))
 
-    def answered(self) -> None:
-        """It has given a proper answer."""
-        if self.failures:
+    def answered(self, method: str) -> None:
+        """It has given a proper answer: it answers again once that is so of all that has failed."""
+        self._failing.discard(_sort(method))
+        if self.failures and not self._failing:
             self.failures = 0
             logging.info("Process memory: %s answers again", self)
 
@@ -155,21 +165,26 @@ class Entry:
     def counted(self, key: tuple[Any, ...], value: Any, seconds: float, now: float) -> Count:
         """Take note of a count, and leave the provider out if it keeps being slow."""
         last = self._known.get(key)
-        if last is None:
-            last = self._known[key] = _Last(Count(self, value, 0.0))
-        elif last.count.value is not value:
-            last.count = Count(self, value, 0.0)
+        if last is None or last.count.value is not value or type(value) is list:
+            problem = problem_with(value, KINDS[key[0]])
+            if problem:
+                self.failed(key[0], problem)
+                return self.known(key)
+            if last is None:
+                last = self._known[key] = _Last(Count(self, value, 0.0))
+            else:
+                last.count = Count(self, value, 0.0)
         last.at = now
         if seconds > SLOW_COUNT:
-            self._slow += 1
+            self._slow += not _crowded()
             if self._slow >= SLOW_COUNTS:
                 self._slow = SLOW_COUNTS - 1
-                self.failed(f"{key[0]} takes {seconds * 1000:.0f} ms; counting must be answered from local state")
+                self.failed(key[0], f"takes {seconds * 1000:.0f} ms; counting must be answered from local state")
                 return last.count
         else:
             self._slow = 0
         if self.failures:
-            self.answered()
+            self.answered(key[0])
         return last.count
 
     def close(self) -> None:
@@ -181,7 +196,7 @@ class Entry:
 
     def _serve(self, calls: SimpleQueue[_Call | None]) -> None:
         # Whatever a provider does to answer, it never makes core ask in turn.
-        _here.serving = 1
+        _here.serving, _here.helper = 1, self.name
         while (call := calls.get()) is not None:
             if call.abandoned:
                 continue
@@ -195,6 +210,8 @@ class Entry:
             call.seconds = time.perf_counter() - began
             self._running = None
             call.done.set()
+            if call.told and call.error is not None:
+                self.failed(call.method, f"raised {type(call.error).__name__}: {call.error}")
             del call
 
 
@@ -206,7 +223,7 @@ def register(provider: ProcessMemoryProvider) -> None:
     """Let `provider` stand for another process in every memory decision of this one, from the next decision on.
 
     May be called on any thread, also while a load is running. Registering the same object again changes nothing.
-    Raises TypeError for an object that is no provider, ValueError for one of another API version.
+    Raises TypeError for an object that is no provider, ValueError for one of another API version or with an odd `pid` or `patience`.
     """
     global entries
     if isinstance(provider, type) or not isinstance(provider, ProcessMemoryProvider):
@@ -221,6 +238,10 @@ def register(provider: ProcessMemoryProvider) -> None:
         older, newer = ("the provider", "ComfyUI") if major < API_VERSION[0] else ("ComfyUI", "the provider")
         raise ValueError(f"{name} is a ProcessMemoryProvider of version {major}, this ComfyUI has version {API_VERSION[0]}: "
                          f"update {older}, or use an older release of {newer}")
+    if not (provider.pid is None or _size(provider.pid)):
+        raise ValueError(f"{name}: pid must be a whole number or None, not {provider.pid!r}")
+    if not _seconds(provider.patience):
+        raise ValueError(f"{name}: patience must be a finite number of seconds, not {provider.patience!r}")
     with _lock:
         if all(entry.provider is not provider for entry in entries):
             entries = (*entries, Entry(provider, name))
@@ -255,8 +276,16 @@ def is_serving() -> bool:
     return getattr(_here, "serving", 0) > 0
 
 
+def keep_off() -> None:
+    """Raises RuntimeError on a provider's helper thread: its execution thread may be in the middle of the list of loaded models, and
+    waits for that provider."""
+    name = getattr(_here, "helper", None)
+    if name is not None:
+        raise RuntimeError(f"the provider {name} must not manage this process's memory while it counts or answers")
+
+
 def count(method: str, *args: Any) -> list[Count]:
-    """Ask every provider to count: `usage` or `candidates` with a device key, or `ram`.
+    """Ask every provider to count: `usage` or `candidates` with a device key, `ram`, or `waiting`.
 
     Whoever cannot be called now, or is busy with a request, is given with what it counted last.
     """
@@ -272,7 +301,7 @@ def count(method: str, *args: Any) -> list[Count]:
             try:
                 value = getattr(provider, method)(*args)
             except Exception as error:
-                entry.failed(f"{method} raised {type(error).__name__}: {error}")
+                entry.failed(method, f"raised {type(error).__name__}: {error}")
                 counts.append(entry.known(key))
                 continue
             began, now = now, time.perf_counter()
@@ -284,8 +313,8 @@ def count(method: str, *args: Any) -> list[Count]:
             counts.append(None)
     deadline = now + COUNT_DEADLINE
     for index, entry, call in calls:
-        value = entry.finish(call, max(0.0, deadline - time.perf_counter()), _KINDS[method])
-        counts[index] = entry.known(key) if value is None else entry.counted(key, value, call.seconds, time.perf_counter())
+        came = entry.finish(call, max(0.0, deadline - time.perf_counter()))
+        counts[index] = entry.counted(key, call.result, call.seconds, time.perf_counter()) if came else entry.known(key)
     return [count for count in counts if count is not None]
 
 
@@ -308,7 +337,7 @@ def tell(method: str, *args: Any) -> None:
     """Call `method` (`claim`) of every provider that has one of its own, without waiting for it."""
     for entry in entries:
         if overridden(entry, method) and not entry.hung:
-            entry.start(method, *args)
+            entry.start(method, *args, told=True)
 
 
 def overridden(entry: Entry, method: str) -> bool:
@@ -316,33 +345,78 @@ def overridden(entry: Entry, method: str) -> bool:
     return getattr(type(entry.provider), method) is not getattr(ProcessMemoryProvider, method)
 
 
-_KINDS: dict[str, type] = {"usage": DeviceUsage, "ram": RamUsage, "candidates": Sequence}
+def problem_with(value: Any, kind: type | tuple[type, ...]) -> str:
+    """What is wrong with a provider's answer, in words; empty if nothing is."""
+    if not isinstance(value, kind):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        return f"returned {type(value).__name__}, not {' or '.join(k.__name__ for k in kinds)}"
+    for part in value if isinstance(value, (list, tuple)) else (value,):
+        rules = next((rules for known, rules in _RULES.items() if isinstance(part, known)), None)
+        if rules is None and part is not value:
+            return f"returned a sequence with {type(part).__name__} in it, not Candidate"
+        for name, (proper, words) in (rules or {}).items():
+            if not proper(getattr(part, name)):
+                return f"returned {type(part).__name__}({name}={getattr(part, name)!r}); {words}"
+    return ""
 
-_SIZES: dict[type, tuple[str, ...]] = {
-    DeviceUsage: ("resident", "cached", "fixed", "scratch", "claimed", "committed", "reclaimable"),
-    RamUsage: ("resident", "pinned", "registered", "backups", "outputs"),
-    Candidate: ("resident", "size", "refs"),
-    Receipt: ("freed", "resident"),
+
+def _size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _seconds(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
+_Rule = tuple[Callable[[Any], bool], str]
+_SIZE: _Rule = _size, "sizes are whole bytes, never negative"
+_FIGURE: _Rule = lambda value: value is None or _size(value), _SIZE[1]
+_FLAG: _Rule = lambda value: type(value) is bool, "it is True or False"
+_MAYBE: _Rule = lambda value: value is None or type(value) is bool, "it is True, False, or None where that is unknown"
+_AGE: _Rule = _seconds, "an age is a finite number of seconds, never negative"
+_TEXT: _Rule = lambda value: isinstance(value, str), "it is a text"
+
+KINDS: dict[str, type | tuple[type, ...]] = {"usage": DeviceUsage, "ram": RamUsage, "candidates": (list, tuple), "waiting": bool}
+
+_RULES: dict[type, dict[str, _Rule]] = {
+    DeviceUsage: {**dict.fromkeys(("resident", "cached", "fixed", "scratch", "claimed", "committed", "reclaimable"), _FIGURE),
+                  "busy": _MAYBE, "capturing": _FLAG, "age": _AGE},
+    RamUsage: {**dict.fromkeys(("resident", "pinned", "registered", "backups", "outputs"), _FIGURE), "age": _AGE},
+    Candidate: {"id": _TEXT, "name": _TEXT, "kind": (lambda value: isinstance(value, Kind), "it is a Kind"), "resident": _SIZE, "size": _SIZE,
+                "refs": _SIZE, "in_use": _FLAG},
+    Receipt: {"outcome": (lambda value: isinstance(value, Outcome), "it is an Outcome"), "freed": _SIZE, "resident": _FIGURE},
 }
 
 
+def _sort(method: str) -> str:
+    return method if method in KINDS else "request"
+
+
+def _crowded() -> bool:
+    began = time.perf_counter()
+    time.sleep(0)
+    return time.perf_counter() - began > CROWDED
+
+
 def _receipt(entry: Entry, request: ReleaseRequest, call: _Call | None) -> Receipt | None:
-    receipt: Receipt | None = None if call is None else entry.finish(call, request.remaining() + GRACE, Receipt)
-    if receipt is not None:
-        entry.answered()
-        entry.gone = receipt.outcome is Outcome.GONE
+    # By one time for all requests of a call: several to one provider that hangs cost one deadline.
+    if call is None or not entry.finish(call, max(0.0, request.deadline + GRACE - time.monotonic())):
+        return None
+    problem = problem_with(call.result, Receipt)
+    if problem:
+        entry.failed(call.method, problem)
+        return None
+    receipt: Receipt = call.result
+    entry.answered(call.method)
+    entry.gone = receipt.outcome is Outcome.GONE
     return receipt
 
 
-def _problem(value: Any, kind: type) -> str:
-    """What is wrong with an answer, in words; empty if nothing is."""
-    if not isinstance(value, kind) or isinstance(value, str):
-        return f"returned {type(value).__name__}, not {kind.__name__}"
-    for part in value if isinstance(value, Sequence) else (value,):
-        if kind is Sequence and not isinstance(part, Candidate):
-            return f"returned a sequence with {type(part).__name__} in it, not Candidate"
-        for size in _SIZES[type(part)] if type(part) in _SIZES else ():
-            number = getattr(part, size)
-            if number is not None and (type(number) is not int or number < 0):
-                return f"returned {type(part).__name__}({size}={number!r}); sizes are whole bytes, never negative"
-    return ""
+def _forget() -> None:
+    """In what this process has forked there are neither helper threads nor, mostly, what providers need."""
+    global entries, _lock
+    entries, _lock = (), threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -48,11 +48,12 @@ def in_the_way(device: Any, place: str, required: int, began: float) -> list[reg
 
 def _busy(place: str, waited: float) -> list[registry.Entry]:
     """Who is worth waiting for."""
-    if all(not entry.provider.patience for entry in registry.entries):
+    if all(entry.patience <= waited for entry in registry.entries):
         return []
+    waits = {entry: value for entry, value, age in registry.count("waiting") if age == 0.0}
     return [entry for entry, usage, age in registry.count("usage", place)
-            if entry.provider.patience > waited and usage is not None and age == 0.0 and usage.busy and usage.resident
-            and (not entry.provider.waiting() or (entry.pid or 0) < os.getpid())]
+            if entry.patience > waited and usage is not None and age == 0.0 and usage.busy and usage.resident
+            and (not waits.get(entry) or (entry.pid or 0) < os.getpid())]
 
 
 def _enough(device: Any, place: str, required: int) -> bool:

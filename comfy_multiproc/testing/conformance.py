@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from comfy.process_memory import (API_VERSION, Candidate, DeviceUsage, Kind, Outcome, ProcessMemoryProvider, RamUsage, Reason, Receipt,
-                                  ReleaseRequest, registry)
+from comfy.process_memory import (API_VERSION, Candidate, DeviceUsage, Kind, Outcome, ProcessMemoryProvider, Reason, Receipt, ReleaseRequest,
+                                  registry)
 
 COUNT_LIMIT = 0.005
 """Seconds that a count may take (the median of several)."""
@@ -157,10 +157,8 @@ def request(device: str | None, size: int, seconds: float = DEADLINE, **more: An
 def ask(provider: ProcessMemoryProvider, method: str, asked: ReleaseRequest) -> Receipt:
     """A proper receipt in time; broken without one."""
     receipt, _ = within(asked.remaining() + GRACE, method, getattr(provider, method), asked)
-    if not isinstance(receipt, Receipt):
-        raise _Broken(f"{method} returned {type(receipt).__name__}, not Receipt")
-    if type(receipt.freed) is not int or receipt.freed < 0:
-        raise _Broken(f"{method} returned freed={receipt.freed!r}; sizes are whole bytes, never negative")
+    if problem := registry.problem_with(receipt, Receipt):
+        raise _Broken(f"{method} {problem}")
     if receipt.outcome is not Outcome.FREED and receipt.freed:
         raise _Broken(f"{method} returned {receipt.outcome.value} with freed={receipt.freed}; only FREED has freed anything")
     return receipt
@@ -200,26 +198,20 @@ def is_a_provider(provider: Any, device: str) -> None:
 
 def counts_what_it_says(provider: ProcessMemoryProvider, device: str) -> None:
     """counting gives whole, non-negative bytes."""
-    usage, ram = count(provider, "usage", device), count(provider, "ram")
-    if not isinstance(usage, DeviceUsage) or not isinstance(ram, RamUsage):
-        raise _Broken(f"usage returned {type(usage).__name__} and ram {type(ram).__name__}")
-    for size in SIZES:
-        number = getattr(usage, size)
-        if number is not None and (type(number) is not int or number < 0):
-            raise _Broken(f"usage returned {size}={number!r}")
+    for method, args in (("usage", (device,)), ("candidates", (device,)), ("ram", ()), ("waiting", ())):
+        if problem := registry.problem_with(count(provider, method, *args), registry.KINDS[method]):
+            raise _Broken(f"{method} {problem}")
 
 
 def candidates_are_part_of_the_usage(provider: ProcessMemoryProvider, device: str) -> None:
     """candidates have ids of their own and hold no more than the usage says."""
     candidates, usage = count(provider, "candidates", device), count(provider, "usage", device)
-    if not isinstance(candidates, Sequence) or not all(isinstance(found, Candidate) for found in candidates):
-        raise _Broken("candidates returned something that is no sequence of Candidate")
     if not candidates:
         needs_holdings(provider, device)
     if len({found.id for found in candidates}) != len(candidates):
         raise _Broken("two candidates have the same id")
     for found in candidates:
-        if found.resident < 0 or (found.kind is Kind.MODEL and found.size < found.resident):
+        if found.kind is Kind.MODEL and found.size < found.resident:
             raise _Broken(f"{found.id}: resident={found.resident} of size={found.size}")
     resident = sum(found.resident for found in candidates if found.kind is Kind.MODEL)
     if usage.resident is not None and resident > usage.resident:

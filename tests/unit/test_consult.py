@@ -8,7 +8,7 @@ import types
 import pytest
 
 from comfy import process_memory
-from comfy.process_memory import Receipt, Outcome, admission, arithmetic, claims, devices, ladder, registry
+from comfy.process_memory import Receipt, Outcome, admission, arithmetic, claims, devices, ladder, moments, registry
 from tests.unit.providers import CARD, Hanging, Peer, until
 
 MIB = 1 << 20
@@ -331,6 +331,19 @@ def test_who_serves_a_request_asks_nobody(card):
         climb(card, 1000)
         assert process_memory.make_room(Device(), 900) == 0
     assert W.asked == []
+
+
+def test_a_provider_that_manages_memory_while_it_is_asked_is_left_out_and_changes_no_list(card, caplog):
+    """The execution thread goes by index through the list of loaded models, and waits for that provider."""
+    threads = []
+    free_memory = moments.no_safe_point(lambda *args: threads.append(threading.get_ident()))
+    W, other = peer(card, "W", {"A": 300}), peer(card, "other", {"B": 400})
+    W.release = lambda request: free_memory(1e30, Device())
+    assert climb(card, 700) == ["A", "B"]
+    assert threads == [] and other.models == {"B": 0}
+    assert "must not manage" in caplog.text
+    free_memory()
+    assert threads == [threading.get_ident()]
 
 
 # what is free

@@ -1,13 +1,15 @@
 """Registering providers, and core's safety from them."""
 
 import logging
+import os
 import threading
 import time
+from collections import deque
 
 import pytest
 
 from comfy import process_memory
-from comfy.process_memory import Outcome, Receipt, ReleaseRequest, registry
+from comfy.process_memory import Candidate, DeviceUsage, Outcome, RamUsage, Receipt, ReleaseRequest, registry
 from tests.unit.providers import CARD, Hanging, Peer, until
 
 
@@ -78,6 +80,16 @@ def test_an_api_version_that_is_none_is_refused():
         register(peer)
 
 
+@pytest.mark.parametrize("name, value", [("patience", None), ("patience", "long"), ("patience", float("inf")), ("patience", float("nan")),
+                                         ("patience", -1.0), ("pid", "7"), ("pid", -1), ("pid", True)])
+def test_a_pid_or_a_patience_that_decisions_cannot_use_is_refused(name, value):
+    peer = Peer("odd")
+    setattr(peer, name, value)
+    with pytest.raises(ValueError, match=f"odd: {name} must be"):
+        register(peer)
+    assert registry.entries == ()
+
+
 def test_registering_while_others_iterate_changes_nothing_for_them():
     register(Peer("first"))
     seen = []
@@ -131,16 +143,7 @@ class Broken(Peer):
             time.sleep(registry.SLOW_COUNT * 2)
         if self.how == "hang":
             self.held.wait(30)
-        if self.how == "type":
-            return 5
-        if self.how == "negative":
-            return process_memory.DeviceUsage(resident=-1)
-        if self.how == "float":
-            return process_memory.DeviceUsage(resident=1.5)
         return super().usage(device)
-
-    def candidates(self, device):
-        return super().candidates(device) if self.how != "items" else [5]
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -149,8 +152,7 @@ class Broken(Peer):
 
 @pytest.mark.parametrize("how, times, said, inline", [
     ("raise", 1, "usage raised RuntimeError: no connection", False), ("raise", 1, "usage raised RuntimeError: no connection", True),
-    ("slow", 3, "usage takes", False), ("slow", 3, "usage takes", True), ("exit", 1, "usage raised SystemExit", False),
-    ("type", 1, "usage returned int, not DeviceUsage", False), ("negative", 1, "resident=-1", False), ("float", 1, "resident=1.5", False)])
+    ("slow", 3, "usage takes", False), ("slow", 3, "usage takes", True), ("exit", 1, "usage raised SystemExit", False)])
 def test_a_bad_count_leaves_the_provider_out_says_so_once_and_it_comes_back(how, times, said, inline, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     clock = [1000.0]
@@ -176,12 +178,71 @@ def test_a_bad_count_leaves_the_provider_out_says_so_once_and_it_comes_back(how,
     assert len(lines) == 2 and "the broken one" in lines[0] and said in lines[0] and "the broken one" in lines[1] and "answers again" in lines[1]
 
 
-def test_a_sequence_of_something_else_is_no_list_of_candidates():
-    peer = Broken()
+class Int(int):
+    """A whole number of another library."""
+
+
+@pytest.mark.parametrize("inline", [False, True], ids=["on a helper", "inline"])
+@pytest.mark.parametrize("method, answer, said", [
+    ("usage", 5, "returned int, not DeviceUsage"), ("usage", None, "returned NoneType, not DeviceUsage"), ("usage", {"resident": 5}, "returned dict"),
+    ("usage", DeviceUsage(resident=-1), "resident=-1"), ("usage", DeviceUsage(resident=1.5), "resident=1.5"),
+    ("usage", DeviceUsage(resident=0, claimed=True), "claimed=True"), ("usage", DeviceUsage(resident=0, cached=Int(5)), "cached=5"),
+    ("usage", DeviceUsage(resident=0, claimed=float("nan")), "claimed=nan"), ("usage", DeviceUsage(resident=10**30), "resident=1000"),
+    ("usage", DeviceUsage(resident=0, busy="no"), "busy='no'"), ("usage", DeviceUsage(resident=0, age=None), "age=None"),
+    ("usage", DeviceUsage(resident=0, age=float("nan")), "age=nan"), ("usage", DeviceUsage(resident=0, age=float("inf")), "age=inf"),
+    ("ram", RamUsage(pinned=-3), "pinned=-3"), ("waiting", None, "returned NoneType, not bool"),
+    ("candidates", [5], "a sequence with int in it"), ("candidates", "text", "returned str, not list or tuple"),
+    ("candidates", deque(), "returned deque, not list or tuple"), ("candidates", [Candidate(id=None, name="A")], "id=None"),
+    ("candidates", [Candidate(id="A", name="A", resident=None)], "resident=None"),
+    ("candidates", (Candidate(id="A", name="A", kind="model"),), "kind='model'"),
+    ("candidates", [Candidate(id="A", name="A", in_use=None)], "in_use=None")])
+def test_a_count_that_is_no_proper_answer_is_none(method, answer, said, inline, caplog):
+    peer = Peer("odd", {"m": 4})
+    peer.inline_counting = inline
     entry = register(peer)
-    peer.how = "items"
-    assert registry.count("candidates", CARD)[0].value is None
+    device = () if method in ("ram", "waiting") else (CARD,)
+    before = registry.count(method, *device)[0].value
+    setattr(peer, method, lambda *args: answer)
+    assert registry.count(method, *device)[0].value == before
+    assert not entry.ready and said in caplog.text
+
+
+def test_a_list_that_a_provider_changes_in_place_is_looked_at_each_time():
+    peer = Peer("odd")
+    peer.inline_counting = True
+    kept = [Candidate(id="A", name="A", resident=1)]
+    peer.candidates = lambda device: kept
+    entry = register(peer)
+    assert registry.count("candidates", CARD)[0].age == 0.0
+    kept[0] = None
+    registry.count("candidates", CARD)
     assert not entry.ready
+
+
+def test_a_count_is_not_slow_where_other_threads_keep_the_interpreter():
+    class Looks(Peer):
+        inline_counting = True
+
+        def usage(self, device):
+            for _ in range(3):
+                time.sleep(0)       # as a look at a file: whoever lets the interpreter go waits for it
+            return super().usage(device)
+    entry = register(Looks())
+    end = threading.Event()
+
+    def work():
+        while not end.is_set():
+            sum(range(100))
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        ages = [usage(entry).age for _ in range(6)]
+    finally:
+        end.set()
+        for thread in threads:
+            thread.join()
+    assert ages == [0.0] * 6 and entry.ready
 
 
 def test_a_count_that_hangs_costs_one_bounded_wait_and_nothing_is_piled_up_on_it(monkeypatch):
@@ -228,7 +289,43 @@ def test_a_hanging_provider_does_not_hold_up_the_others():
     hanging.go.set()
 
 
-@pytest.mark.parametrize("answer", [None, True, {"outcome": "freed"}, Receipt(outcome=Outcome.FREED, freed=-1)])
+def test_several_requests_to_a_provider_that_hangs_cost_one_deadline(monkeypatch):
+    monkeypatch.setattr(registry, "GRACE", 0.4)
+    peer = Hanging("hanging", {"m": 4})
+    entry = register(peer)
+    began = time.monotonic()
+    assert registry.ask("release", [(entry, request(0.1)) for _ in range(32)]) == [None] * 32
+    assert time.monotonic() - began < 8, "32 candidates of one peer"
+    peer.go.set()
+    until(lambda: not entry.hung)
+    assert len(peer.asked) == 1
+
+
+def test_a_provider_that_counts_but_fails_at_every_request_is_named_once_and_tried_ever_later(caplog, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr(registry.time, "monotonic", lambda: clock[0])
+    peer = Peer("counts well", {"m": 4})
+
+    def fail(request):
+        raise ConnectionError("no")
+    peer.release = fail
+    entry = register(peer)
+    waits = []
+    for _ in range(5):
+        assert ask(entry, seconds=5) is None
+        waits.append(entry.retry_at - clock[0])
+        clock[0] = entry.retry_at
+        assert usage(entry).age == 0.0
+    assert waits == [2.0, 4.0, 8.0, 16.0, 32.0]
+    assert len(caplog.records) == 1
+    del peer.release
+    caplog.set_level(logging.INFO)
+    assert ask(entry, seconds=5).outcome is Outcome.FREED and entry.failures == 0
+    assert "answers again" in caplog.text
+
+
+@pytest.mark.parametrize("answer", [None, True, {"outcome": "freed"}, Receipt(outcome=Outcome.FREED, freed=-1), Receipt(outcome="freed", freed=1),
+                                    Receipt(outcome=Outcome.FREED, freed=None), Receipt(outcome=Outcome.FREED, freed=1.0)])
 def test_what_is_no_receipt_is_no_answer(answer):
     peer = Peer()
     peer.release = lambda request: answer
@@ -300,3 +397,73 @@ def test_telling_reaches_only_who_listens_and_does_not_wait():
     registry.tell("claim", CARD, 0)
     listener.held.set()
     until(lambda: listener.told == [(CARD, 7), (CARD, 0)])
+
+
+class Telling(Peer):
+    """Takes note of claims, as slowly as `go` lets it."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.go, self.entered, self.told = threading.Event(), threading.Event(), 0
+
+    def claim(self, device, size):
+        self.entered.set()
+        self.go.wait(30)
+        self.told += 1
+
+
+def test_what_is_being_told_makes_no_count_old(monkeypatch):
+    """Else a provider would not be asked for room by the very load whose claim it is told of."""
+    monkeypatch.setattr(registry, "COUNT_DEADLINE", 20.0)
+    peer = Telling("told", {"m": 4})
+    entry = register(peer)
+    registry.tell("claim", CARD, 7)
+    assert peer.entered.wait(20)
+    threading.Timer(0.05, peer.go.set).start()
+    assert usage(entry).age == 0.0
+
+
+def test_a_provider_that_does_not_come_back_from_what_it_is_told_is_left_out(caplog):
+    peer = Telling("W2", {"m": 4})
+    entry = register(peer)
+    registry.tell("claim", CARD, 7)
+    assert peer.entered.wait(20)
+    assert ask(entry, seconds=0.05) is None and not entry.ready
+    for _ in range(100):
+        registry.tell("claim", CARD, 0)
+    assert "W2 (pid" in caplog.text and "claim has not come back" in caplog.text
+    peer.go.set()
+    until(lambda: not entry.hung)
+    assert peer.told == 1, "nothing is piled up on it"
+
+
+def test_what_a_provider_raises_when_it_is_told_something_is_said(caplog):
+    peer = Telling("W2")
+    peer.claim = None       # is called all the same: its class has one
+    entry = register(peer)
+    registry.tell("claim", CARD, 7)
+    until(lambda: not entry.ready)
+    assert "W2 (pid" in caplog.text and "claim raised TypeError" in caplog.text
+
+
+def test_a_provider_that_counts_by_counting_others_waits_for_nobody(monkeypatch):
+    monkeypatch.setattr(registry, "COUNT_DEADLINE", 20.0)
+
+    class Nosy(Peer):
+        def usage(self, device):
+            self.seen = [count.age for count in registry.count("usage", device)]
+            return super().usage(device)
+    register(Nosy("one"), Nosy("two"))
+    began = time.monotonic()
+    assert [count.age for count in registry.count("usage", CARD)] == [0.0, 0.0]
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked on this system")
+def test_what_is_forked_from_this_process_has_no_providers():
+    entry = register(Peer("the parent's", {"m": 4}))
+    assert usage(entry).age == 0.0
+    child = os.fork()
+    if not child:
+        os._exit(0 if registry.entries == () and registry.count("usage", CARD) == [] else 1)
+    assert os.waitpid(child, 0)[1] == 0 and registry.entries == (entry,)
