@@ -22,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from comfy.process_memory.provider import Candidate, DeviceUsage, ReleaseRequest  # noqa: E402
 from comfy_multiproc.channel import auth_key  # noqa: E402
 from comfy_multiproc.claims import LedgerClaims  # noqa: E402
-from comfy_multiproc.ledger import DeviceReport, Ledger, Report  # noqa: E402
+from comfy_multiproc.ledger import Ledger  # noqa: E402
 from comfy_multiproc.peer import PeerProcess  # noqa: E402
+from comfy_multiproc.records import DeviceReport, Report  # noqa: E402
 from comfy_multiproc.testing.card.capacity import CapacityFile, ProcessReading  # noqa: E402
 from tests.unit.processes import children  # noqa: E402
 from tests.unit.small import KEY, MB, Process  # noqa: E402

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ class LedgerClaims:
         self._discover = discover
         self._locks: dict[str, tuple[threading.RLock, filelock.BaseFileLock]] = {}
         self._own: dict[str, int] = {}
+        self._writing = threading.Lock()    # the slot may be replaced meanwhile
 
     @contextmanager
     def hold(self, device: str, timeout: float) -> Iterator[bool]:
@@ -55,10 +57,9 @@ class LedgerClaims:
 
     def write(self, device: str, size: int) -> None:
         """This process claims `size` bytes on `device` in all; 0: none."""
-        self._own[device] = size
-        slot = self._slot()
-        if slot is not None:
-            slot.claim(device, size)
+        with self._writing:
+            self._own[device] = size
+            self._write(device, size)
 
     def own(self, device: str) -> int:
         """What this process claims on `device`."""
@@ -66,8 +67,21 @@ class LedgerClaims:
 
     def restore(self) -> None:
         """Write all claims again, to a slot that is new."""
-        for device, size in list(self._own.items()):
-            self.write(device, size)
+        with self._writing:
+            for device, size in self._own.items():
+                self._write(device, size)
+
+    def move(self, folder: Path) -> None:
+        """The locks are in another folder from now on."""
+        self._folder, self._locks = folder, {}
+
+    def _write(self, device: str, size: int) -> None:
+        slot = self._slot()
+        if slot is not None:
+            try:
+                slot.claim(device, size)
+            except ValueError as error:
+                logging.debug("Process memory: a claim on %s cannot be told to other processes: %s", device, error)
 
     def _lock(self, device: str) -> tuple[threading.RLock, filelock.BaseFileLock]:
         locks = self._locks.get(device)

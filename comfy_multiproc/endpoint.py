@@ -104,12 +104,11 @@ class Endpoint:
 
     def move(self, folder: Path, key: bytes) -> None:
         """Listen anew in `folder` with another key; connections that are there stay. Only from `tick` or `handle`."""
-        self._pause_until = 0.0
-        if self._listener in self._selector.get_map():
+        listener, address = listen(folder, self._name)
+        if not self._pause_until:
             self._selector.unregister(self._listener)
         self._listener.close()
-        self._key = key
-        self._listener, self.address = listen(folder, self._name)
+        self._listener, self.address, self._key, self._pause_until = listener, address, key, 0.0
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
 

@@ -4,44 +4,11 @@ Every process writes its own slot and reads the others'; no message is sent and 
 lock is taken only to take a slot or to make the file. Nothing has to be cleaned up: a slot whose process has ended is
 skipped by everybody at the next read and used again by the next process that starts.
 
-Layout. All words are 64-bit little-endian, aligned and written whole; all sizes are bytes; a figure that is not known is
-``2**64 - 1``, never zero; text is UTF-8 padded with NULs::
-
-    file       0  header, 4096 bytes
-            4096  64 slots
-    header     0  magic    1 version    2 boot    3 slots    4 bytes a slot    5 changes: slots taken and given back
-    slot       0  sequence: odd while the owner writes; a reader looks again until it is even and the same before and after
-               1  pid      2 start (see liveness)   3 generation: how often the slot has been taken
-               4  flags: 1 busy, a prompt is running
-               5  prompts run so far    6 when last confirmed, nanoseconds of time.monotonic()    7 devices that follow
-               8  RAM: resident   9 pinned   10 registered   11 backups   12 outputs
-              13  family: processes that belong to one server have the same
-              14  waiting: 1 while a load waits for others to be done with what they use; one word, as a claim
-              15  not used
-                  then name (64 bytes), address of the endpoint (192 bytes), 16 claims, 16 devices
-    claim      0  digest of the device's key; 0: not used, nor any after it    1  what is claimed there
-               Not under the sequence: a claim is one word, and whoever reads it must have the newest, whatever else its
-               owner is writing. A place belongs to one device for as long as the slot is held.
-    device        key (64 bytes), then the words
-               0  resident: weights on the device (torch's and the pager's)
-               1  cached: kept by torch's allocator, unused     2 fixed     3 scratch: live, and not weights
-               4  not used    5 committed     6 reclaimable
-               7  allocator: all that torch's allocator has reserved; contains `cached`
-               8  pager: all that aimdo has mapped for weights and cast buffers, which is not in `allocator`
-               9  candidates that follow                        10  capturing: 1 while a graph is captured there
-              11  size of the device                           12-15  not used
-                  then 32 candidates
-    candidate  0  id    1 kind: 0 model, 1 cache; plus 256 in use
-               2  resident    3 size    4 references    5 not used
-                  then name (48 bytes)
-
-``allocator + pager`` is what the process occupies on the device beside its context, each byte once.
+:mod:`.records` says how it is laid out.
 """
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
 import mmap
 import os
 import stat
@@ -50,79 +17,21 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from comfy.process_memory.provider import Candidate, DeviceUsage, Kind, RamUsage
+from comfy.process_memory.provider import DeviceUsage, RamUsage
 
 from .liveness import alive, boot_id, pid_namespace, process_start
-
-MAGIC = int.from_bytes(b"COMFYMEM", "little")
-VERSION = 1
-SLOTS = 64
-DEVICES = 16
-CANDIDATES = 32
-UNKNOWN = 2**64 - 1
-
-HEADER_SIZE = 4096
-HEADER = struct.Struct("<6Q")
-SLOT_HEAD = struct.Struct("<16Q64s192s")
-CLAIM = struct.Struct("<2Q")
-DEVICE_HEAD = struct.Struct("<64s16Q")
-CANDIDATE = struct.Struct("<6Q48s")
-DEVICE_SIZE = DEVICE_HEAD.size + CANDIDATES * CANDIDATE.size
-BODY = SLOT_HEAD.size + DEVICES * CLAIM.size      # where the devices begin
-SLOT_SIZE = -(-(BODY + DEVICES * DEVICE_SIZE) // 4096) * 4096
-FILE_SIZE = HEADER_SIZE + SLOTS * SLOT_SIZE
-
-BUSY = 1
-IN_USE = 256
-KINDS = (Kind.MODEL, Kind.CACHE)
+from .records import (BODY, BUSY, CHANGES, CLAIMS, DEVICE_SIZE, DEVICES, FILE_SIZE, HEADER, HEADER_SIZE, MAGIC, SLOT_HEAD, SLOT_SIZE, SLOTS,
+                      UNKNOWN, VERSION, WAITING, DeviceReport, Process, Report, as_text, as_word, digest_of, pack_device, unpack)
 
 LOCK_SECONDS = 10.0       # the lock is held for arithmetic only; this long means that its holder is stopped
 LOOK_AGAIN = 0.05         # seconds for which a process that was seen alive is taken to be so
 READ_TRIES = 20
-WAITING = 14              # index of a slot's word
-CHANGES = 5               # index of the header's word
 
 
 class LedgerError(Exception):
     """The ledger cannot be used; the message names the file or folder and the way out."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceReport:
-    """What a process holds on one device, as it is written."""
-    key: str
-    usage: DeviceUsage
-    candidates: tuple[Candidate, ...] = ()
-    allocator: int | None = None
-    pager: int | None = None
-    total: int | None = None            # size of the device
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What a process holds, as it is written. Claims are not in it: :meth:`Slot.claim`, :meth:`Ledger.claimed`."""
-    ram: RamUsage = field(default_factory=RamUsage)
-    devices: tuple[DeviceReport, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
-    """One process as it was last read."""
-    slot: int
-    sequence: int
-    pid: int
-    start: int
-    name: str
-    address: str
-    family: int
-    busy: bool
-    prompts: int
-    ram: RamUsage
-    devices: dict[str, DeviceReport]
-    settled: bool = True                # False: its owner has stopped in the middle of writing it
 
 
 _fence_lock = threading.Lock()
@@ -170,68 +79,6 @@ def runtime_folder() -> Path:
             except OSError as e:
                 raise LedgerError(f"cannot make {folder} private: {e.strerror}; set COMFY_MULTIPROC_RUNTIME to a folder that you own") from None
     return folder
-
-
-@functools.lru_cache(maxsize=256)
-def _digest(device: str) -> int:
-    return int.from_bytes(hashlib.blake2b(device.encode(), digest_size=8).digest(), "little") or 1
-
-
-def _text(value: str, size: int) -> bytes:
-    return value.replace("\0", "").encode("utf-8", "replace")[:size - 1].decode("utf-8", "ignore").encode()
-
-
-def _read_text(value: bytes) -> str:
-    return value.split(b"\0", 1)[0].decode("utf-8", "replace")
-
-
-def _word(value: float | None) -> int:
-    return UNKNOWN if value is None else max(0, min(int(value), UNKNOWN - 1))
-
-
-def _figure(word: int) -> int | None:
-    return None if word == UNKNOWN else word
-
-
-def _pack_device(report: DeviceReport, capturing: bool) -> bytes:
-    usage = report.usage
-    candidates = report.candidates[:CANDIDATES]
-    parts = [DEVICE_HEAD.pack(_text(report.key, 64), *map(_word, (
-        usage.resident, usage.cached, usage.fixed, usage.scratch, 0, usage.committed, usage.reclaimable,
-        report.allocator, report.pager, len(candidates), capturing, report.total, 0, 0, 0, 0)))]
-    for c in candidates:
-        kind = KINDS.index(c.kind) | (IN_USE if c.in_use else 0)
-        parts.append(CANDIDATE.pack(int(c.id), kind, _word(c.resident), _word(c.size), _word(c.refs), 0, _text(c.name, 48)))
-    return b"".join(parts).ljust(DEVICE_SIZE, b"\0")
-
-
-def _unpack(slot: int, data: bytes) -> Process:
-    (sequence, pid, start, _, flags, prompts, _, count, rss, pinned, registered, backups, outputs, family, _, _,
-     name, address) = SLOT_HEAD.unpack_from(data)
-    busy = bool(flags & BUSY)
-    devices = {}
-    at = BODY
-    for _ in range(min(count, DEVICES)):
-        key, resident, cached, fixed, scratch, _, committed, reclaimable, allocator, pager, number, capturing, total, *_ = \
-            DEVICE_HEAD.unpack_from(data, at)
-        candidates = []
-        for i in range(min(number, CANDIDATES)):
-            id_, kind, held, size, refs, _, what = CANDIDATE.unpack_from(data, at + DEVICE_HEAD.size + i * CANDIDATE.size)
-            if kind & 255 < len(KINDS):
-                candidates.append(Candidate(id=str(id_), name=_read_text(what), kind=KINDS[kind & 255], resident=held,
-                                            size=size, refs=refs, in_use=bool(kind & IN_USE)))
-        text = _read_text(key)
-        devices[text] = DeviceReport(
-            key=text, candidates=tuple(candidates), allocator=_figure(allocator), pager=_figure(pager),
-            total=_figure(total),
-            usage=DeviceUsage(resident=_figure(resident), cached=_figure(cached), fixed=_figure(fixed),
-                              scratch=_figure(scratch), committed=_figure(committed),
-                              reclaimable=_figure(reclaimable), busy=busy, capturing=bool(capturing)))
-        at += DEVICE_SIZE
-    return Process(slot=slot, sequence=sequence, pid=pid, start=start, name=_read_text(name), address=_read_text(address),
-                   family=family, busy=busy, prompts=prompts, devices=devices,
-                   ram=RamUsage(resident=_figure(rss), pinned=_figure(pinned), registered=_figure(registered),
-                                backups=_figure(backups), outputs=_figure(outputs)))
 
 
 class Ledger:
@@ -326,29 +173,32 @@ class Ledger:
 
         While it has never claimed anything there: of a word that is 0 until it claims something on a device that is new.
         """
-        words, digest = self.words, _digest(device)
+        words, digest = self.words, digest_of(device)
         first = (HEADER_SIZE + slot * SLOT_SIZE + SLOT_HEAD.size) // 8
-        for at in range(first, first + 2 * DEVICES, 2):
+        for at in range(first, first + 2 * CLAIMS, 2):
             if words[at] in (0, digest):
                 return at + 1
-        return first + 2 * DEVICES - 1
+        return first + 2 * CLAIMS - 1
 
     def claimed(self, slot: int, device: str) -> int:
         """What the owner of `slot` claims on `device` now."""
         at = self.claim_place(slot, device)
-        return self.words[at] if self.words[at - 1] == _digest(device) else 0
+        return self.words[at] if self.words[at - 1] == digest_of(device) else 0
 
-    def take(self, name: str, address: str = "", *, family: int = 0) -> Slot | None:
+    def take(self, name: str, address: str = "", *, family: int = 0, only: bool = False) -> Slot | None:
         """A slot for this process, with its name for people, where its endpoint listens, and which family it belongs to.
 
-        None when all 64 belong to live processes.
+        None when all 64 belong to live processes. `only`: it is the one slot of this process. Another one is of the program that ran
+        in it before (os.execv keeps the pid and the start), and is given back.
         """
         pid = os.getpid()
         start = process_start(pid) or 0
         words = self.words
         with self.lock():
+            for i in range(SLOTS if only else 0):
+                self.vacate(i, pid, start)
             for i in range(SLOTS):
-                at = (HEADER_SIZE + i * SLOT_SIZE) // 8
+                at = self.sequence_place(i)
                 if words[at + 1] and alive(words[at + 1], words[at + 2]):
                     continue
                 sequence = words[at] + 1 | 1
@@ -356,7 +206,7 @@ class Ledger:
                 _fence()
                 self._map[HEADER_SIZE + i * SLOT_SIZE + SLOT_HEAD.size:HEADER_SIZE + i * SLOT_SIZE + BODY] = bytes(BODY - SLOT_HEAD.size)
                 head = SLOT_HEAD.pack(sequence, pid, start, words[at + 3] + 1, 0, 0, time.monotonic_ns(), 0,
-                                      *[UNKNOWN] * 5, family, 0, 0, _text(name, 64), _text(address, 192))
+                                      *[UNKNOWN] * 5, family, 0, 0, as_text(name, 64), as_text(address, 192))
                 first = HEADER_SIZE + i * SLOT_SIZE
                 self._map[first + 8:first + SLOT_HEAD.size] = head[8:]
                 _fence()
@@ -364,6 +214,14 @@ class Ledger:
                 words[CHANGES] += 1
                 return Slot(self, i, pid, start)
         return None
+
+    def vacate(self, slot: int, pid: int, start: int) -> None:
+        """Give `slot` back if it is that process's. Called with :meth:`lock` held."""
+        words, at = self.words, self.sequence_place(slot)
+        if words[at + 1] == pid and words[at + 2] == start:
+            words[at + 1] = 0
+            words[at] = (words[at] | 1) + 1     # whoever has read it looks again
+            words[CHANGES] += 1
 
     def processes(self, exact: bool = False) -> Iterator[Process]:
         """Every live process that is listed. `exact`: look whether each one lives now, not up to 50 ms ago."""
@@ -399,7 +257,7 @@ class Ledger:
                 data = self._map[first:first + BODY + count * DEVICE_SIZE]
                 _fence()
                 if words[at] == sequence:
-                    seen = self._seen[slot] = _unpack(slot, data)
+                    seen = self._seen[slot] = unpack(slot, data)
                     return seen
             elif sequence == self._half[slot]:
                 break
@@ -410,8 +268,8 @@ class Ledger:
         if seen is not None and (seen.pid, seen.start) == (pid, start):
             # What it wrote last is the best there is: its owner has been stopped, so it has changed nothing since.
             return dataclasses.replace(seen, settled=False, busy=True)
-        return Process(slot=slot, sequence=1, pid=pid, start=start, name=f"process {pid}", address="", family=0, busy=True,
-                       prompts=0, ram=RamUsage(), devices={}, settled=False)
+        return Process(slot=slot, sequence=1, pid=pid, start=start, name=f"process {pid}", address="", family=0, generation=words[at + 3],
+                       busy=True, prompts=0, ram=RamUsage(), devices={}, settled=False)
 
 
 class _BoundedLock:
@@ -467,18 +325,18 @@ class Slot:
     def claim(self, device: str, size: int) -> None:
         """Write what this process has been admitted for on `device` and has not allocated yet; 0 ends it.
 
-        Raises ValueError for a seventeenth device.
+        Raises ValueError for a forty-ninth device.
         """
-        words, digest = self._ledger.words, _digest(device)
+        words, digest = self._ledger.words, digest_of(device)
         first = self._at + SLOT_HEAD.size // 8
         with self._lock:
-            for at in range(first, first + 2 * DEVICES, 2):
+            for at in range(first, first + 2 * CLAIMS, 2):
                 if words[at] in (0, digest):
-                    words[at + 1] = _word(size)
+                    words[at + 1] = as_word(size)
                     _fence()
                     words[at] = digest
                     return
-        raise ValueError(f"a process can claim on {DEVICES} devices")
+        raise ValueError(f"a process can claim on {CLAIMS} devices")
 
     def busy(self, busy: bool, *, prompt: bool = False) -> None:
         """Write whether a prompt runs; `prompt` counts one more."""
@@ -500,13 +358,8 @@ class Slot:
 
     def close(self) -> None:
         """Give the slot back."""
-        with self._lock:
-            words = self._ledger.words
-            with self._ledger.lock():
-                if words[self._at + 1] == self._pid and words[self._at + 2] == self._start:
-                    words[self._at + 1] = 0
-                    words[self._at] = (words[self._at] | 1) + 1     # whoever has read it looks again
-                    words[CHANGES] += 1
+        with self._lock, self._ledger.lock():
+            self._ledger.vacate(self.index, self._pid, self._start)
 
     def _publish(self) -> None:
         devices: Sequence[DeviceReport] = self._report.devices
@@ -515,9 +368,9 @@ class Slot:
         if len(devices) + len(more) > DEVICES:
             raise ValueError(f"a process can list {DEVICES} devices, not {len(devices) + len(more)}")
         ram = self._report.ram
-        body = struct.pack("<6Q", len(devices) + len(more), *map(_word, (
+        body = struct.pack("<6Q", len(devices) + len(more), *map(as_word, (
             ram.resident, ram.pinned, ram.registered, ram.backups, ram.outputs)))
-        table = b"".join(_pack_device(d, d.key in self._capturing) for d in (*devices, *more))
+        table = b"".join(pack_device(d, d.key in self._capturing) for d in (*devices, *more))
         # RAM changes all the time; a few megabytes are not worth that every reader parses the slot again.
         written = table, body[:8], [None if f is None else f >> 24 for f in (ram.resident, ram.pinned, ram.registered, ram.backups,
                                                                             ram.outputs)]

@@ -11,11 +11,11 @@ import sys
 
 
 def _stat(pid: int) -> list[bytes] | None:
-    """The fields of /proc/PID/stat from the state on."""
+    """The fields of /proc/PID/stat from the state on; None: there is no such process. Raises OSError if it cannot be looked at."""
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as f:
             fields = f.read(2048).rpartition(b")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return fields if len(fields) > 19 else None
 
@@ -24,7 +24,8 @@ def process_start(pid: int) -> int | None:
     """The start of the process `pid`; None: there is no such process, or it has ended.
 
     On Linux clock ticks since boot, so that setting the clock changes nothing; elsewhere hundredths of a second since
-    the epoch, as recorded by the system when the process started. Any thread; never raises.
+    the epoch, as recorded by the system when the process started. Any thread. Raises OSError where it cannot be looked at
+    (this process may open no more files).
     """
     if sys.platform == "linux":
         fields = _stat(pid)
@@ -34,21 +35,25 @@ def process_start(pid: int) -> int | None:
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else int(process.create_time() * 100)
-    except (psutil.Error, OSError):
+    except psutil.Error:
         return None
 
 
 def stopped(pid: int) -> bool:
     """Whether the process is stopped (SIGSTOP, Ctrl-Z, a debugger) and so cannot answer; False where that is not to be seen."""
-    if sys.platform != "linux":
+    try:
+        fields = _stat(pid) if sys.platform == "linux" else None
+    except OSError:
         return False
-    fields = _stat(pid)
     return fields is not None and fields[0] in (b"T", b"t")
 
 
 def alive(pid: int, start: int) -> bool:
-    """Whether the process that had this pid and start still runs."""
-    return pid > 0 and process_start(pid) == start
+    """Whether the process that had this pid and start still runs. Never raises: one that cannot be looked at does."""
+    try:
+        return pid > 0 and process_start(pid) == start
+    except OSError:
+        return True
 
 
 def boot_id() -> int:

@@ -13,8 +13,9 @@ from comfy.process_memory.provider import (NOTHING, Candidate, DeviceUsage, Outc
                                            ReleaseRequest)
 
 from .channel import ChannelError, Client, Message
-from .ledger import WAITING, Ledger, Process
+from .ledger import Ledger
 from .liveness import alive, stopped
+from .records import WAITING, Process
 
 PATIENCE = 1.0
 """Seconds to wait for a busy process to come to a safe point."""
@@ -62,7 +63,7 @@ class PeerProcess(ProcessMemoryProvider):
                  related: bool = False):
         self.pid: int = process.pid
         self.start = process.start
-        self.slot = process.slot
+        self.slot, self.generation = process.slot, process.generation
         self.family = process.family
         self._name = process.name
         self._ledger, self._key, self._patience = ledger, key, patience
@@ -84,9 +85,7 @@ class PeerProcess(ProcessMemoryProvider):
     def process(self, exact: bool = False) -> Process | None:
         """What the ledger says of it; None once it has ended."""
         process = self._ledger.read(self.slot, exact)
-        if process is None or process.pid != self.pid or process.start != self.start:
-            return None
-        return process
+        return process if process is not None and process.generation == self.generation else None
 
     # counting
 
@@ -170,7 +169,7 @@ class PeerProcess(ProcessMemoryProvider):
             self._lock.release()
 
     def _ask(self, kind: str, request: ReleaseRequest) -> Receipt:
-        if not alive(self.pid, self.start):
+        if self._ended():
             return GONE
         now = time.monotonic()
         if now < self._silent_until or stopped(self.pid):
@@ -184,7 +183,7 @@ class PeerProcess(ProcessMemoryProvider):
         try:
             answer = self._exchange(message, now + left, now + patience + SIGN_OF_LIFE)
         except TimeoutError:
-            if not alive(self.pid, self.start):
+            if self._ended():
                 return GONE
             self._silences += 1
             self._silent_until = time.monotonic() + min(SILENT_LIMIT, SILENT_SECONDS * 2 ** min(self._silences - 1, 16))
@@ -199,9 +198,12 @@ class PeerProcess(ProcessMemoryProvider):
         self._silences = 0
         return self._receipt(answer)
 
+    def _ended(self) -> bool:
+        return self.process(exact=True) is None
+
     def _has_ended(self, until: float) -> bool:
         """Whether the process has ended, or does so by `until`: its connections close a little before it is seen to be gone."""
-        while alive(self.pid, self.start):
+        while not self._ended():
             if time.monotonic() >= until:
                 return False
             time.sleep(0.002)
@@ -272,7 +274,7 @@ class Peers:
         self._ledger, self._own, self._make = ledger, own, make
         self._found, self._lost = found, lost
         self._lock = threading.Lock()
-        self._peers: dict[tuple[int, int], PeerProcess] = {}
+        self._peers: dict[tuple[int, int], PeerProcess] = {}      # slot, generation
         self._changes = -1
         self._scanned = 0.0
 
@@ -288,12 +290,12 @@ class Peers:
         with self._lock:
             if changes == self._changes and now - self._scanned < RESCAN:
                 return
-            live = {(p.pid, p.start): p for p in self._ledger.processes(exact=True)}
+            live = {(p.slot, p.generation): p for p in self._ledger.processes(exact=True) if (p.pid, p.start) != self._own}
             for which in self._peers.keys() - live.keys():
                 peer = self._peers.pop(which)
                 peer.close()
                 self._lost(peer)
-            for which in live.keys() - self._peers.keys() - {self._own}:
+            for which in live.keys() - self._peers.keys():
                 peer = self._peers[which] = self._make(live[which])
                 self._found(peer)
             # Last, so that a thread that finds nothing new to look at finds everybody registered.

@@ -18,7 +18,7 @@ from comfy.process_memory.figures import manager, own_bytes
 from comfy.process_memory.own import used_devices
 from comfy.process_memory.provider import Candidate, DeviceUsage, Kind, RamUsage
 
-from .ledger import DeviceReport, Report
+from .records import DeviceReport, Report
 
 CACHE_ID = "0"
 """The candidate that is the allocator's cache; models count from 1."""

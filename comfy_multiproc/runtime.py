@@ -25,14 +25,16 @@ from .channel import ChannelError, Message, auth_key
 from .claims import LedgerClaims
 from .endpoint import Endpoint, Reply
 from .giveback import give_back
-from .ledger import SLOTS, Ledger, LedgerError, Process, Slot
+from .ledger import Ledger, LedgerError, Slot, runtime_folder
 from .liveness import alive, process_start
 from .peer import PATIENCE, PeerProcess, Peers
 from .publish import memory_managed, node_began, pinned, report
+from .records import SLOTS, Process
 from .safepoint import Ask, Inbox, Moment, waits_until
 
 HOUSEKEEPING = 0.5      # seconds between two looks at who has come or gone; also how often an idle process confirms its books
 BOUNDARY_INTERVAL = 0.02    # seconds between two writings at node boundaries at which nothing was loaded or unloaded
+LONGEST = 3600.0        # seconds that a load may be told to wait for busy processes
 KINDS = ("release", "release_pins", "release_ram", "unload", "reset")
 TEXT = 128              # characters of a name in a message
 LARGEST = 1 << 62
@@ -48,7 +50,7 @@ class Runtime:
         self.name = name
         self.started = process_start(os.getpid()) or 0
         self.family = os.getpid() if family is None else family
-        self.patience = patience
+        self.patience = max(0.0, min(patience, LONGEST))
         self._idle_limit = idle         # seconds after which this process unloads its models by itself
         self._worked = time.monotonic()     # when it, or another process of its family, was last seen at work
         self._idle_done = False
@@ -83,7 +85,7 @@ class Runtime:
         self._take_slot()
         self._before = process_claims.install(self.claims)
         process_memory.on_change = self.changed
-        own.name, own.busy, ladder.patience = name, lambda: self._busy, patience
+        own.name, own.busy, ladder.patience = name, lambda: self._busy, self.patience
         moments.handler = self
         self.peers.refresh()
         self.changed()
@@ -261,9 +263,10 @@ class Runtime:
         self.inbox.serve(moment)
 
     def _work(self, ask: Ask, moment: Moment) -> Receipt | Moment:
-        done = give_back(ask, moment, self._executor)
-        # Before the answer goes out: whoever gets it looks at the books next.
-        self.changed()
+        try:
+            done = give_back(ask, moment, self._executor)
+        finally:
+            self.changed()      # before the answer goes out: whoever gets it looks at the books next
         if isinstance(done, Receipt) and done.freed:
             logging.info("Process memory: gave back %d MB for %s", done.freed >> 20, ask.origin or "another process")
         return done
@@ -308,15 +311,15 @@ class Runtime:
             self._checked = now
             try:
                 self._keep_house()
-            except (LedgerError, OSError, ValueError) as e:
-                self._trouble(str(e))
+            except Exception as e:
+                self._trouble(str(e) if isinstance(e, LedgerError) else f"{type(e).__name__}: {e}")
         again = self.inbox.tick(now)
         return HOUSEKEEPING if again is None else min(again, HOUSEKEEPING)
 
     def _keep_house(self) -> None:
         if self._stopped:
             return
-        if self.ledger.replaced:
+        if self.ledger.replaced or self._elsewhere():
             self._move()
         elif self.slot is None:
             self._take_slot()
@@ -342,20 +345,31 @@ class Runtime:
             self.inbox.submit(Ask(kind="unload", answer=answered, bytes=LARGEST, reason=Reason.IDLE, wanted=lambda: not self._busy,
                                   origin=f"whoever needs it, after {self._idle_limit:g} s without work", patience=now + DEADLINE))
 
+    def _elsewhere(self) -> bool:
+        """Whether processes that start now use another folder: a session's own comes and goes with the session."""
+        try:
+            return runtime_folder() != self.ledger.folder
+        except LedgerError:
+            return False
+
     def _move(self) -> None:
         """Somebody has deleted the ledger or made a new one: go where everybody else goes."""
+        ledger = Ledger()
+        with ledger.lock():
+            key = auth_key(ledger.folder)
+        self.endpoint.move(ledger.folder, key)
         logging.info("Process memory: the ledger has been replaced; this process lists itself in the new one")
+        if self.slot is not None and not self.ledger.replaced:
+            self.slot.close()
         # The old mapping is not closed: another thread may be reading it. It goes with the last reference.
-        self.ledger, self.slot = Ledger(), None
-        with self.ledger.lock():
-            self._key = auth_key(self.ledger.folder)
-        self.endpoint.move(self.ledger.folder, self._key)
+        self.ledger, self._key, self.slot = ledger, key, None
+        self.claims.move(ledger.folder)
         self.peers.clear()
         self.peers = self._look_for_peers()
         self._take_slot()
 
     def _take_slot(self) -> None:
-        slot = self.ledger.take(self.name, self.endpoint.address, family=self.family)
+        slot = self.ledger.take(self.name, self.endpoint.address, family=self.family, only=True)
         if slot is None:
             if not self._full:
                 logging.warning("Process memory: %d processes are listed already; this one goes on unlisted (others cannot ask "
@@ -430,7 +444,7 @@ def start_sharing(args: Any) -> None:
     if args.process_memory_idle is not None and idle_limit(args) is None:
         logging.warning("--process-memory-idle %s is no positive number of seconds: models stay loaded", args.process_memory_idle)
     if not args.disable_process_memory:
-        start(args.process_memory_name or f"ComfyUI on port {args.port}", patience=max(0.0, args.process_memory_patience), idle=idle_limit(args))
+        start(args.process_memory_name or f"ComfyUI on port {args.port}", patience=args.process_memory_patience, idle=idle_limit(args))
 
 
 def idle_limit(args: Any) -> float | None:
@@ -446,3 +460,17 @@ def stop() -> None:
         runtime, current = current, None
         runtime.stop()
         atexit.unregister(stop)
+
+
+def _forget() -> None:
+    """What this process has forked is none of ComfyUI's processes: the slot, the endpoint and the claims are its parent's."""
+    global current
+    current = None
+    if isinstance(moments.handler, Runtime):
+        moments.handler = process_memory.on_change = None
+        process_claims.install(process_claims.LocalClaims())
+        own.busy = admission.node_running
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from comfy.process_memory.provider import Outcome, Reason, Receipt
+from comfy.process_memory.provider import NOTHING, Outcome, Reason, Receipt
 
 BUSY = Receipt(outcome=Outcome.BUSY)
 
@@ -196,7 +196,7 @@ class Inbox:
             return self._work(ask, moment)
         except Exception:
             logging.exception("Process memory: could not do what %s asked for (%s)", ask.origin or "another process", ask.kind)
-            return BUSY
+            return NOTHING      # who is told BUSY asks again, and again
         except BaseException:
             ask.answer(BUSY)
             raise

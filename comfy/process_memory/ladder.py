@@ -21,8 +21,8 @@ patience = 1.0
 """Seconds that one shortfall may wait, in all, for peers that are busy."""
 
 AGAIN = 0.02
-"""Seconds after which a busy peer is asked again, doubled each time: it says so at once while its own memory
-management is at work."""
+"""Seconds after which a busy peer is asked again, doubled each time, up to a second: it says so at once while its own
+memory management is at work."""
 
 _here = threading.local()
 
@@ -94,7 +94,7 @@ class Shortfall:
             self._ask(chosen, missing, deadline)
             if self.left_out:
                 time.sleep(min(again, max(0.0, deadline - time.monotonic())))
-                again *= 2
+                again = min(2 * again, 1.0)
 
     def _ask(self, peers: Sequence[Peer], missing: int, deadline: float) -> None:
         requests = []

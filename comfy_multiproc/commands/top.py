@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from comfy_multiproc.console import Console
-from comfy_multiproc.ledger import Ledger, LedgerError, Process
+from comfy_multiproc.ledger import Ledger, LedgerError
+from comfy_multiproc.records import Process
 
 SILENT = 10.0
 """Seconds after which a process that has not confirmed its figures is called silent."""

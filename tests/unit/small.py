@@ -334,6 +334,28 @@ class Process:
         self.mm.during_unload = self.waiting_at("unloading")
         return "will wait"
 
+    def now_fail_in_unload(self, size):
+        """Some of the next model that is unloaded goes, and then it fails."""
+        def fail():
+            self.mm.during_unload = None
+            self.mm.card.release(0, size)
+            self.mm.current_loaded_models[0].model.resident -= size
+            raise RuntimeError("a model of a custom node")
+        self.mm.during_unload = fail
+        return "will fail"
+
+    def now_fork(self):
+        """Forks what ends as any program does."""
+        child = os.fork()
+        if not child:
+            atexit._run_exitfuncs()
+            os._exit(0)
+        return os.waitpid(child, 0)[1]
+
+    def now_use_folder(self, folder):
+        os.environ["COMFY_MULTIPROC_RUNTIME"] = str(folder)
+        return "used"
+
     def now_hold_lock(self, claim=0):
         holding = threading.Event()
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import struct
 import subprocess
 import threading
@@ -13,9 +14,11 @@ import pytest
 
 from comfy.process_memory.provider import Candidate, DeviceUsage, Kind, RamUsage
 from comfy_multiproc import ledger as ledgers
-from comfy_multiproc.ledger import (BODY, CANDIDATES, DEVICES, FILE_SIZE, HEADER, HEADER_SIZE, SLOT_SIZE, SLOTS, DeviceReport, Ledger,
-                                    LedgerError, Report, runtime_folder)
-from comfy_multiproc.liveness import process_start
+from comfy_multiproc.claims import LedgerClaims
+from comfy_multiproc.ledger import Ledger, LedgerError, runtime_folder
+from comfy_multiproc.liveness import alive, process_start, stopped
+from comfy_multiproc.peer import PeerProcess, Peers
+from comfy_multiproc.records import (BODY, CANDIDATES, CLAIMS, DEVICES, FILE_SIZE, HEADER, HEADER_SIZE, SLOT_SIZE, SLOTS, DeviceReport, Report)
 
 from tests.unit.processes import children
 
@@ -103,10 +106,23 @@ def test_flags_and_claims_of_a_device_that_nothing_is_on(ledger):
     process = ledger.read(slot.index)
     assert not process.busy and process.devices.keys() == {"cuda:2"}
     assert (ledger.claimed(slot.index, "cuda:2"), ledger.claimed(slot.index, "cuda:4")) == (0, 6)
-    for n in range(DEVICES - 2):
+    for n in range(CLAIMS - 2):
         slot.claim(f"more:{n}", 1)
-    with pytest.raises(ValueError, match="16 devices"):
+    with pytest.raises(ValueError, match="48 devices"):
         slot.claim("one too many", 1)
+
+
+def test_sixteen_cards_and_what_is_claimed_beside_them_have_room_and_more_ends_no_load(ledger):
+    """A card, the models that are meant for it, pins and headroom: each is a claim."""
+    slot = ledger.take("me")
+    claims = LedgerClaims(ledger.folder, lambda: slot, lambda: None)
+    keys = [f"cuda:{n}{more}" for n in range(DEVICES) for more in ("", "+meant")] + ["ram:pins", "ram:headroom"]
+    for key in keys:
+        claims.write(key, 7)
+    assert [ledger.claimed(slot.index, key) for key in keys] == [7] * 34
+    for n in range(CLAIMS):
+        claims.write(f"npu:{n}", 5)
+    assert claims.own("npu:47") == 5
 
 
 def test_long_names_odd_characters_and_too_many_candidates(ledger):
@@ -181,6 +197,41 @@ def test_gone_without_looking_exactly_within_a_moment(ledger, tmp_path):
             if not list(ledger.processes()):
                 gone.set()
         assert gone.is_set()
+
+
+def test_a_process_that_cannot_be_looked_at_is_not_taken_for_dead():
+    """While this one may open no more files, say."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    start = process_start(os.getppid())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        looked = alive(os.getppid(), start), stopped(os.getppid())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert looked == (True, False)
+
+
+def test_what_a_process_has_left_that_is_now_another_program_is_gone(ledger):
+    """os.execv, with which servers restart themselves, keeps the pid and the start."""
+    found: list[str] = []
+    peers = Peers(ledger, (0, 0), lambda process: PeerProcess(ledger, process, b""), lambda peer: found.append(f"+{peer.name}"),
+                  lambda peer: found.append(f"-{peer.name}"))
+    ledger.take("somebody else's")
+    before = ledger.take("before")
+    before.claim("cuda:1", 5)
+    before.publish(a_report())
+    peers.refresh()
+    [old] = [peer for peer in peers if peer.name == "before"]
+    assert old.usage("cuda:1").claimed == 5
+    ledger.words[ledger.sequence_place(0) + 1] = 1      # a slot that is free is nearer
+    after = ledger.take("after", only=True)
+    assert [p.name for p in ledger.processes(exact=True)] == ["after"] and after.index == 0
+    peers.refresh()
+    assert found[-2:] == ["-before", "+after"]
+    assert old.usage("cuda:1").claimed == 0 and old.usage("cuda:1").resident == 0
+    third = ledger.take("third", only=True)
+    peers.refresh()
+    assert third.index == after.index and found[-2:] == ["-after", "+third"], "in the same slot, too"
 
 
 def test_a_zombie_is_gone(ledger):
@@ -408,7 +459,7 @@ def test_the_layout_is_the_one_that_is_written_down(ledger):
     assert raw[at + 128:].startswith(b"name\0") and raw[at + 192:].startswith(b"unix:/address\0")
     claims = at + 384
     assert struct.unpack_from("<4Q", raw, claims)[1:3] == (7, 0)
-    device = claims + 256
+    device = claims + 768
     assert raw[device:].startswith(b"cuda:1\0")
     figures = struct.unpack_from("<16Q", raw, device + 64)
     assert figures[0] == 100 * MB and figures[1] == 2**64 - 1 and figures[5] == 200 * MB and figures[9] == 2

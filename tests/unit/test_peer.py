@@ -146,6 +146,36 @@ def test_inside_memory_management_the_answer_is_busy_at_once(tmp_path):
         assert a.call(("ask", "b", "release", MB))[0] is Outcome.FREED
 
 
+def test_a_model_that_cannot_be_unloaded_is_nothing_to_give_and_the_books_say_what_is_left(tmp_path):
+    with running(tmp_path, "a", "b") as [a, b]:
+        b.call(("load", "Unet", 300 * MB))
+        b.call(("fail_in_unload", 100 * MB))
+        assert a.call(("ask", "b", "release", 250 * MB))[:2] == (Outcome.NOTHING, 0)
+        known(a, "b", resident=200 * MB)
+        assert a.call(("ask", "b", "release", 150 * MB))[:2] == (Outcome.FREED, 150 * MB)
+
+
+def test_what_a_process_forks_gives_nothing_of_it_back(tmp_path):
+    with running(tmp_path, "a", "b") as [a, b]:
+        b.call(("load", "Unet", 300 * MB))
+        assert b.call(("fork",)) == 0
+        assert [p.name for p in Ledger(tmp_path / "run", create=False).processes(exact=True)] == ["a", "b"]
+        assert known(a, "b", resident=300 * MB)
+        assert a.call(("ask", "b", "release", 100 * MB))[:2] == (Outcome.FREED, 100 * MB)
+
+
+def test_a_patience_without_end_waits_and_ends_no_load(tmp_path):
+    with running(tmp_path, "a", "b", patience=float("inf")) as [a, b]:
+        b.call(("load", "Clip", 600 * MB))
+        b.tell(("sample", "Unet", 100 * MB, False))
+        assert b.hear() == "sampling"
+        known(a, "b", busy=True, resident=700 * MB)
+        a.tell(("load", "Other", 900 * MB))
+        known(b, "a", claimed=300 * MB)
+        b.tell(("let go",))
+        assert b.hear() == "sampled" and a.hear() == 900 * MB
+
+
 def test_while_a_graph_is_captured_nothing_is_given_and_others_know(tmp_path):
     with running(tmp_path, "a", "b") as [a, b]:
         b.call(("load", "Unet", 300 * MB))
@@ -308,6 +338,22 @@ def test_the_folder_is_deleted_while_they_run(tmp_path):
             time.sleep(0.05)
         known(a, "b", resident=300 * MB)
         assert a.call(("ask", "b", "release", 100 * MB))[:2] == (Outcome.FREED, 100 * MB)
+
+
+def test_they_go_where_processes_that_start_now_would_look(tmp_path):
+    """A session's folder goes with the session, and comes back with the next."""
+    with running(tmp_path, "a", "b") as [a, b]:
+        b.call(("load", "Unet", 300 * MB))
+        for child in (a, b):
+            child.call(("use_folder", tmp_path / "next"))
+        deadline = time.monotonic() + SECONDS
+        while not ((tmp_path / "next").exists() and {p.name for p in Ledger(tmp_path / "next").processes()} == {"a", "b"}
+                   and a.call(("books",))["peers"] == ["b"]):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert list(Ledger(tmp_path / "run", create=False).processes(exact=True)) == []
+        assert a.call(("load", "Other", 900 * MB)) == 900 * MB
+        assert list((tmp_path / "next").glob("device-*.lock")), "what is free is looked at under a lock that all of them know"
 
 
 def test_the_sixty_fifth_process_goes_on_unlisted_until_a_slot_is_free(tmp_path):

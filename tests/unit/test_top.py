@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from comfy.process_memory.provider import Candidate, DeviceUsage, Kind, RamUsage
-from comfy_multiproc.ledger import DeviceReport, Ledger, Report
+from comfy_multiproc.ledger import Ledger
+from comfy_multiproc.records import DeviceReport, Report
 
 ROOT = Path(__file__).resolve().parents[2]
 MB = 1 << 20
