@@ -11,9 +11,6 @@ from comfy_multiproc.console import Console
 from comfy_multiproc.ledger import Ledger, LedgerError
 from comfy_multiproc.records import Process
 
-SILENT = 10.0
-"""Seconds after which a process that has not confirmed its figures is called silent."""
-
 SHORTEST = 12
 """Letters that a name keeps at least, however narrow the terminal is."""
 
@@ -81,10 +78,11 @@ def look() -> list[dict[str, Any]]:
 def row(process: Process, ledger: Ledger) -> dict[str, Any]:
     """One process as plain data."""
     from comfy.process_memory.devices import is_card
+    from comfy.process_memory.figures import STALE
     age = ledger.age(process.slot)
     return {
         "pid": process.pid, "name": process.name, "age": age, "prompts": process.prompts,
-        "state": "silent" if age > SILENT else "busy" if process.busy else "idle",
+        "state": "silent" if age > STALE else "busy" if process.busy else "idle",
         "ram": process.ram.resident, "pinned": process.ram.pinned,
         "devices": [{
             "device": key, "total": report.total, "weights": report.usage.resident, "cached": report.usage.cached,
