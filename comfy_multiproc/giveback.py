@@ -11,12 +11,12 @@ from typing import Any
 
 import psutil
 
-from comfy.process_memory import devices, registry
-from comfy.process_memory.figures import manager
+from comfy.process_memory import admission, devices, registry
+from comfy.process_memory.figures import allocator, manager
 from comfy.process_memory.own import all_devices, loaded_models, used_devices
 from comfy.process_memory.provider import NOTHING, Outcome, Receipt
 
-from .publish import CACHE_ID, allocator, candidate_id, footprint, in_use, resident_set
+from .publish import CACHE_ID, candidate_id, footprint, in_use, resident_set
 from .safepoint import Ask, Moment
 
 EVERYTHING = 1 << 62
@@ -64,12 +64,14 @@ def release(ask: Ask, moment: Moment) -> Receipt | Moment:
     before = footprint(device)
     if ask.candidate in (None, CACHE_ID) and _cached(device):
         manager().soft_empty_cache()
+        admission.claim_again(device)
     for loaded in in_order(models):
         missing = ask.bytes - (before - footprint(device))
         if missing <= 0:
             break
         if _unload(loaded, missing):
             manager().soft_empty_cache()
+            admission.claim_again(device)
     return receipt(device, before)
 
 
@@ -161,8 +163,8 @@ def _unload(loaded: Any, missing: int) -> bool:
 
 
 def _cached(device: Any) -> bool:
-    reserved, live = allocator(device)
-    return reserved is not None and live is not None and reserved > live
+    found = allocator(device)
+    return found is not None and found[0] > found[1]
 
 
 def _ram_receipt(freed: int) -> Receipt:

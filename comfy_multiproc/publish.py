@@ -14,7 +14,7 @@ from typing import Any
 
 from comfy.process_memory import devices, pins, scratch
 from comfy.process_memory import ram as ram_budget
-from comfy.process_memory.figures import manager, own_bytes
+from comfy.process_memory.figures import allocator, manager
 from comfy.process_memory.own import used_devices
 from comfy.process_memory.provider import Candidate, DeviceUsage, Kind, RamUsage
 
@@ -83,7 +83,7 @@ def device_report(device: Any, loaded_models: list[Any], busy: bool) -> DeviceRe
         committed += size
         idle += 0 if used else held
         weights += int(getattr(patcher.model, "model_loaded_weight_memory", held)) if dynamic else held
-    reserved, live = allocator(device)
+    reserved, live = allocator(device) or (None, None)
     cached = None if reserved is None or live is None else max(0, reserved - live)
     buffers = pager_buffers(device)
     if cached:
@@ -92,14 +92,6 @@ def device_report(device: Any, loaded_models: list[Any], busy: bool) -> DeviceRe
                         scratch=None if live is None else max(0, live - weights) + buffers)
     return DeviceReport(key=key, usage=usage, candidates=tuple(candidates), allocator=reserved, pager=resident - weights + buffers,
                         total=int(manager().get_total_memory(device)))
-
-
-def allocator(device: Any) -> tuple[int | None, int | None]:
-    """What torch's allocator has reserved on a device, and what of that is live; None where the backend does not say."""
-    if getattr(manager(), "directml_enabled", False):
-        return None, None
-    live = own_bytes(device)
-    return (None, None) if live is None else (int(manager().get_total_memory(device, torch_total_too=True)[1]), live)
 
 
 def pager_buffers(device: Any) -> int:
@@ -113,12 +105,12 @@ def footprint(device: Any) -> int:
     the backend says nothing of blocks, the weights."""
     models = [m for m in manager().current_loaded_models if m.device == device and m.model is not None]
     resident = sum(int(m.model.loaded_size()) for m in models)
-    reserved, _ = allocator(device)
-    if reserved is None:
+    found = allocator(device)
+    if found is None:
         return resident
     paged = sum(int(m.model.loaded_size()) - int(m.model.model.model_loaded_weight_memory) for m in models
                 if m.model.is_dynamic())
-    return reserved + paged + pager_buffers(device)
+    return found[0] + paged + pager_buffers(device)
 
 
 def ram() -> RamUsage:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from comfy import process_memory
 
 from . import arithmetic, claims, devices, registry, turns
-from .figures import manager, others, own_bytes
+from .figures import allocator, manager, others, own_bytes
 
 Result = TypeVar("Result")
 
@@ -64,14 +64,23 @@ class _Coming:
 
 
 class _NodeClaim:
-    """What the running node needs on one device beyond weights: it appears bit by bit, and ends with the node."""
+    """What the running node needs on one device beyond weights: it appears bit by bit, and ends with the node.
+
+    What has appeared is what the allocator has given out since, or reserved: what it keeps between two steps is not free for others,
+    and it has it at hand for the next.
+    """
 
     def __init__(self, device: Any, size: int) -> None:
         self.device = device
         self.size = size
         self.left = size
-        self.base = own_bytes(device)
+        self.base = allocator(device)
         self.looked = 0.0
+
+    def look(self) -> None:
+        now = allocator(self.device)
+        if now is not None and self.base is not None:
+            self.left = arithmetic.still_to_come(self.size, 0, max(a - b for a, b in zip(now, self.base)))
 
 
 class _Settler:
@@ -255,10 +264,17 @@ def settle(place: str) -> None:
     if claim is None or claim.base is None or now - claim.looked < SETTLE_INTERVAL:
         return
     claim.looked = now
-    size = own_bytes(claim.device)
-    if size is not None:
-        claim.left = arithmetic.still_to_come(claim.size, claim.base, size)
-        _lower(place)
+    claim.look()
+    _lower(place)
+
+
+def claim_again(device: Any) -> None:
+    """The allocator has let go of what it kept, in the middle of a node that will need it again."""
+    place = devices.key(device)
+    claim = None if place is None else _node.get(place)
+    if place is not None and claim is not None:
+        claim.look()
+        _claim(device, place)
 
 
 def add(place: str, size: int) -> None:

@@ -31,13 +31,20 @@ def others(device: Any, place: str) -> int:
     return size
 
 
-def own_bytes(device: Any) -> int | None:
-    """What this process's allocator has given out on `device`; None where the backend does not say."""
-    if device.type == "mps":
+def allocator(device: Any) -> tuple[int, int] | None:
+    """What this process's allocator has reserved of `device`, and what of that it has given out; None where the backend does not say."""
+    mm = manager()
+    if device.type == "mps" or getattr(mm, "directml_enabled", False):
         return None
     here.raw = True
     try:
-        reserved = manager().get_total_memory(device, torch_total_too=True)[1]
-        return int(reserved - manager().get_free_memory(device, torch_free_too=True)[1])
+        reserved = int(mm.get_total_memory(device, torch_total_too=True)[1])
+        return reserved, int(reserved - mm.get_free_memory(device, torch_free_too=True)[1])
     finally:
         here.raw = False
+
+
+def own_bytes(device: Any) -> int | None:
+    """What this process's allocator has given out on `device`; None where the backend does not say."""
+    found = allocator(device)
+    return None if found is None else found[1]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import admission, claims, devices
-from .figures import manager, own_bytes
+from .figures import allocator, manager
 from .provider import DeviceUsage, RamUsage
 
 name = "ComfyUI"
@@ -32,9 +32,8 @@ def usage(device: Any) -> DeviceUsage:
         resident += size
         committed += int(model.model_memory())
         idle += 0 if model.currently_used and admission.node_running() else size
-    reserved = int(manager().get_total_memory(device, torch_total_too=True)[1])
-    given_out = own_bytes(device)
-    cached = None if given_out is None else max(0, reserved - given_out)
+    found = allocator(device)
+    cached = None if found is None else max(0, found[0] - found[1])
     place = devices.key(device)
     return DeviceUsage(resident=resident, cached=cached, claimed=0 if place is None else claims.current.own(place),
                        scratch=scratch.on_device(device), committed=committed, reclaimable=idle + (cached or 0), busy=admission.node_running())

@@ -75,8 +75,10 @@ def test_a_load_waits_too_when_a_node_has_begun_between_its_look_and_its_questio
 
 
 def test_it_waits_no_longer_than_the_other_asks_for(card, peer):
+    from comfy.process_memory import registry
     peer.load("theirs", 160 * MIB)
-    peer.in_use, peer.busy, peer.patience = {"theirs"}, True, 0.3
+    peer.in_use, peer.busy = {"theirs"}, True
+    registry.entries[0].patience = 0.3
     mine = load(160 * MIB)
     assert 0 < mine.loaded_size() < 160 * MIB
     assert peer.said["devices"][CARD]["resident"] == 160 * MIB

@@ -291,6 +291,19 @@ class Process:
         self.let_go.clear()
         return "sampled"
 
+    def node_step(self, name, size, beyond):
+        """Loads a model and takes a step with it, which needs `beyond` for a moment; then waits until let go."""
+        self.mm.load_models_gpu([self.patcher(name, size)], beyond)
+        self.mm.card.allocate(0, beyond)
+        self.mm.card.release(0, beyond)
+        time.sleep(admission.SETTLE_INTERVAL)
+        self.mm.get_free_memory(DEVICE)
+        self.say("stepped")
+        while not self.let_go.wait(0.001):
+            moments.step()
+        self.let_go.clear()
+        return "sampled"
+
     def node_move(self):
         """Memory management that takes until let go."""
         @moments.no_safe_point

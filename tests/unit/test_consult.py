@@ -506,6 +506,23 @@ def test_what_a_node_needs_beyond_weights_is_claimed_until_it_ends_and_shrinks_a
     assert claims.current.own(CARD) == 0
 
 
+def test_what_a_node_has_used_and_its_allocator_keeps_is_not_claimed_beside(card, monkeypatch):
+    """Between two steps of a sampler: others would count it twice, as not free and as claimed."""
+    monkeypatch.setattr(admission, "SETTLE_INTERVAL", 0.0)
+    peer(card, "W")
+    process_memory.node_started()
+    load(card, Model(300, loaded=0), beyond=200)
+    card.cached = 150
+    card.get_free_memory(Device())
+    assert claims.current.own(CARD) == 50
+    card.cached = 0         # given back, because somebody has asked for it
+    admission.claim_again(Device())
+    assert claims.current.own(CARD) == 200, "the next step needs it"
+    process_memory.node_ended()
+    admission.claim_again(Device())
+    assert claims.current.own(CARD) == 0
+
+
 def test_outside_of_a_node_nothing_is_claimed_beyond_the_load(card):
     peer(card, "W")
     load(card, Model(300, loaded=0), beyond=200)

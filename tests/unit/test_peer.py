@@ -104,6 +104,19 @@ def test_unload_and_reset(tmp_path):
         assert b.call(("books",))["resets"] == 1
 
 
+def test_what_a_node_needs_counts_once_whether_it_is_claimed_or_kept_by_its_allocator(tmp_path):
+    with running(tmp_path, "a", "b", keep_freed=True) as [a, b]:
+        b.tell(("step", "Unet", 300 * MB, 250 * MB))
+        assert b.hear() == "stepped"
+        known(a, "b", busy=True, claimed=0)
+        assert a.call(("load", "Other", 400 * MB)) == 400 * MB, "1000 - 300 - 250 were free"
+        assert a.call(("ask", "b", "release", 250 * MB, "0"))[:2] == (Outcome.FREED, 250 * MB)
+        assert known(a, "b", claimed=250 * MB), "it has been taken from the next step, and is kept for it"
+        b.tell(("let go",))
+        assert b.hear() == "sampled"
+        known(a, "b", claimed=0)
+
+
 @pytest.mark.parametrize("steps", [True, False], ids=["with steps", "without"])
 def test_a_busy_process_gives_at_a_step_what_it_does_not_use_and_nothing_else(tmp_path, steps):
     with running(tmp_path, "a", "b", patience=0.3) as [a, b]:
