@@ -27,14 +27,6 @@ class Finding:
     way_out: str = ""
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of main memory: of the machine, and of the container this process is in (None: no limit)."""
-
-    total: int | None
-    limit: int | None
-
-
 def examine(root: Path, upstream_path: Path | None, release: str | None) -> list[Finding]:
     """Everything, in the order in which `up` needs it. `root` is the project folder."""
     environment = Environment(root / ".venv")
@@ -106,54 +98,27 @@ def torch(environment: Environment) -> list[Finding]:
 
 
 def memory() -> Finding:
-    found = memory_limits()
-    if found.total is None:
+    """The machine's, and what the containers around this process leave of it."""
+    from comfy.process_memory.limits import Groups
+    total = main_memory()
+    if total is None:
         return Finding("memory", "note", "unknown")
-    limit = f", container limit {size(found.limit)}" if found.limit is not None else ""
-    usable = min(found.total, found.limit or found.total)
+    usable = Groups().total(total)
+    detail = size(total) + (f", container limit {size(usable)}" if usable < total else ", no container limit")
     if usable < 2 << 30:
-        return Finding("memory", "fails", size(found.total) + limit, "the server alone needs about 1 GiB: give the machine or the container more")
-    return Finding("memory", "ok", size(found.total) + (limit or ", no container limit"))
+        return Finding("memory", "fails", detail, "the server alone needs about 1 GiB: give the machine or the container more")
+    return Finding("memory", "ok", detail)
 
 
-def memory_limits(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> Memory:
-    """Reads the machine's memory and the smallest limit of this process's control groups (version 1 or 2)."""
-    total: int | None = None
+def main_memory() -> int | None:
+    """Bytes of the machine's main memory."""
     try:
-        for line in (proc / "meminfo").read_text().splitlines():
-            if line.startswith("MemTotal:"):
-                total = int(line.split()[1]) * 1024
-    except (OSError, ValueError):
+        with open("/proc/meminfo") as f:
+            return next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemTotal:"))
+    except (OSError, ValueError, StopIteration):
         if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-            total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limits = []
-    try:
-        groups = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        groups = []
-    for group in groups:
-        _, controllers, path = group.split(":", 2)
-        if controllers == "":
-            top, name = cgroup, "memory.max"
-        elif "memory" in controllers.split(","):
-            top, name = cgroup / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        inner = top / path.lstrip("/")
-        # In a container the path is often the host's and not to be seen; the container's own group is then at the top.
-        for folder in (inner, *inner.parents):
-            if folder == top or top in folder.parents:
-                limits += read_limit(folder / name)
-    # Version 1 writes "no limit" as a huge number.
-    small = [limit for limit in limits if total is None or limit < total]
-    return Memory(total, min(small, default=None))
-
-
-def read_limit(file: Path) -> list[int]:
-    try:
-        return [int(file.read_text())]
-    except (OSError, ValueError):
-        return []
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return None
 
 
 def shared_memory() -> Finding:

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import filelock
 import pytest
 
+from comfy.process_memory import limits
 from comfy_multiproc import doctor, launch
 from comfy_multiproc.commands import main, parser, split, test, up
 from comfy_multiproc.console import Console
@@ -503,30 +504,14 @@ def test_one_level_that_fails_fails_the_run(codes: dict[str, int], code: int, sa
 # --- doctor ---
 
 
-GIB = 1 << 30
-
-
-@pytest.mark.parametrize(
-    ("groups", "files", "limit"),
-    [
-        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": str(8 * GIB)}, 8 * GIB),
-        ("0::/a/b\n", {"a/b/memory.max": str(2 * GIB), "a/memory.max": str(8 * GIB)}, 2 * GIB),
-        ("0::/a\n", {"a/memory.max": "max"}, None),
-        ("0::/../../not/seen/from/here\n", {"memory.max": str(4 * GIB)}, 4 * GIB),
-        ("4:cpu,memory:/job\n2:pids:/\n", {"memory/job/memory.limit_in_bytes": str(3 * GIB)}, 3 * GIB),
-        ("4:memory:/job\n", {"memory/job/memory.limit_in_bytes": "9223372036854771712"}, None),
-        ("", {}, None),
-    ],
-)
-def test_the_containers_limit(tmp_path: Path, groups: str, files: dict[str, str], limit: int | None) -> None:
-    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
-    (proc / "self").mkdir(parents=True)
-    (proc / "self/cgroup").write_text(groups)
-    (proc / "meminfo").write_text("MemTotal:       16777216 kB\nMemFree: 1 kB\n")
-    for name, text in files.items():
-        (cgroup / name).parent.mkdir(parents=True, exist_ok=True)
-        (cgroup / name).write_text(text)
-    assert doctor.memory_limits(proc, cgroup) == doctor.Memory(16 * GIB, limit)
+def test_doctor_tells_the_containers_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory.max").write_text(f"{3 << 29}\n")
+    (tmp_path / "membership").write_text("0::/\n")
+    (tmp_path / "mounts").write_text(f"35 31 0:32 / {tmp_path} rw,relatime - cgroup2 cgroup2 rw\n")
+    real = limits.Groups
+    monkeypatch.setattr(limits, "Groups", lambda: real(str(tmp_path / "membership"), str(tmp_path / "mounts")))
+    found = doctor.memory()
+    assert found.verdict == "fails" and found.detail.endswith(", container limit 1.5 GiB")
 
 
 def test_doctor_says_what_is_wrong_and_the_way_out(tmp_path: Path) -> None:
