@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from comfy.process_memory.scratch import mapped
+from comfy.process_memory import scratch
 
 MAX_DEPTH = 8
 
@@ -16,15 +16,10 @@ def in_ram(value: object) -> int:
 
     Each storage counts once; what is on a card, or in pages of a model file, does not. 0 for what cannot be looked into.
     """
-    sizes: dict[int, int] = {}
     try:
-        for tensor in _tensors(value, 0):
-            if tensor.device.type == "cpu" and tensor.device.index is None and not mapped(tensor):
-                storage = tensor.untyped_storage()
-                sizes[storage.data_ptr()] = storage.nbytes()
+        return scratch.in_ram(_tensors(value, 0))
     except Exception:
         return 0    # an object of somebody's own, which may do anything when it is asked
-    return sum(sizes.values())
 
 
 def _tensors(value: Any, depth: int) -> Iterable[torch.Tensor]:

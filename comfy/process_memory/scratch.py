@@ -20,7 +20,7 @@ def on_device(device: Any) -> int:
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in list(getattr(mm, "STREAM_CAST_BUFFERS", {}).values()) if buffer.device == device)
     paged = sum(int(buffer.size()) for buffer in list(getattr(mm, "STREAM_AIMDO_CAST_BUFFERS", {}).values())
                 if getattr(buffer, "device", None) == device.index)
-    return buffers + paged + _once(tensor for tensor in _hook_weights() if tensor.device == device)
+    return buffers + paged + _once(tensor for tensor in _plain(_hook_weights()) if tensor.device == device)
 
 
 def backups() -> int:
@@ -39,9 +39,23 @@ def _count_backups() -> int:
         for entry in list(getattr(patcher, "backup", {}).values()):
             if getattr(entry, "inplace_update", True):      # else it is the very tensor that is put back
                 kept.append(getattr(entry, "weight", entry))
-    kept += _hook_weights()
-    return _once(tensor for tensor in kept if getattr(getattr(tensor, "device", None), "type", "") == "cpu" and tensor.device.index is None
-                 and not mapped(tensor))
+    return in_ram([*kept, *_hook_weights()])
+
+
+def in_ram(tensors: Iterable[Any]) -> int:
+    """Bytes of host memory in `tensors`, each storage once; what belongs to the pages of a model file is in none of them."""
+    return _once(tensor for tensor in _plain(tensors) if getattr(getattr(tensor, "device", None), "type", "") == "cpu"
+                 and tensor.device.index is None and getattr(tensor.untyped_storage(), "_comfy_tensor_mmap_refs", None) is None)
+
+
+def _plain(tensors: Iterable[Any]) -> Iterable[Any]:
+    """The tensors in which the bytes of `tensors` are: one that wraps others, as quantised weights do, has no storage of its own."""
+    for tensor in tensors:
+        flatten = getattr(tensor, "__tensor_flatten__", None)
+        if flatten is None:
+            yield tensor
+        else:
+            yield from _plain(getattr(tensor, name) for name in flatten()[0])
 
 
 def _patchers() -> list[Any]:
@@ -69,8 +83,3 @@ def _once(tensors: Iterable[Any]) -> int:
         storage = tensor.untyped_storage()
         sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
-
-
-def mapped(tensor: Any) -> bool:
-    """Whether its bytes are pages of a model file."""
-    return getattr(tensor.untyped_storage(), "_comfy_tensor_mmap_refs", None) is not None
