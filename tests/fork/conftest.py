@@ -56,3 +56,26 @@ def spawn(request, card, fork_tree):
     yield start
     for process in started:
         process.stop()
+
+
+@pytest.fixture
+def here(fork_tree, monkeypatch):
+    """This process is one of several, and remembers nothing of what was there in other tests; `runtimes` has what it and others do."""
+    from comfy.process_memory import gates, retry, scratch, sizers
+
+    from tests.fork import runtimes
+    for remembered in (gates._alone, gates._dtypes, retry._gave_nothing, sizers._kept):
+        remembered.clear()
+    monkeypatch.setattr(scratch, "_backups", (float("-inf"), 0))
+    yield runtimes.start("here")
+    runtimes.kept.clear()
+    runtimes.stop()
+
+
+@pytest.fixture
+def other(spawn, here):
+    """Another one."""
+    from tests.fork.runtimes import FILE
+    process = spawn(FILE)
+    process.call("start", who="other")
+    return process

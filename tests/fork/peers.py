@@ -1,15 +1,18 @@
 """Both ends of a peer for tests: what runs in the other process, and the provider that stands for it here.
 
 The other process is a real ComfyUI manager on the same virtual card. It does nothing by itself, so what it said last is
-what it holds: that is the provider's local state. Load this file by its path (`peers` in each test file).
+what it holds: that is the provider's local state. Name `FILE` to spawn().
 """
 
 import os
+import pathlib
 import sys
 import threading
 import time
 
 from comfy_multiproc.testing import ProcessError, stub_patcher
+
+FILE = pathlib.Path(__file__)
 
 # ---- in the other process
 

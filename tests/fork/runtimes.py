@@ -1,14 +1,17 @@
 """What runs in a second process that shares memory through the runtime, and in the test's own: both are real ComfyUI managers.
 
-Load this file by its path (`runtimes` in each test file) and name it to spawn().
+Name `FILE` to spawn().
 """
 
+import contextlib
 import gc
 import os
+import pathlib
 import threading
 
 from comfy_multiproc.testing import stub_patcher, tiny_models
 
+FILE = pathlib.Path(__file__)
 kept = {}       # name -> what the test holds
 
 
@@ -160,3 +163,14 @@ def outputs():
     """What this process reads of each other one's cached results: name -> bytes."""
     from comfy.process_memory import registry
     return {entry.name: held.outputs for entry, held, _ in registry.count("ram")}
+
+
+# in the test's own
+
+@contextlib.contextmanager
+def at_rest(process, enough):
+    """Until the file `enough` appears at the end, the other process is idle and gives what it is asked for."""
+    process.begin("serve", path=str(enough))
+    yield
+    enough.touch()
+    process.result()

@@ -1,42 +1,13 @@
 """Control nets beside another process: the network that a ControlLora builds while sampling, and hints."""
 
-import contextlib
-import importlib.util
-import pathlib
 
 import pytest
 
 from comfy_multiproc.testing import tiny_models
-
-RUNTIMES = pathlib.Path(__file__).with_name("runtimes.py")
-spec = importlib.util.spec_from_file_location("fork_runtimes", RUNTIMES)
-runtimes = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(runtimes)
+from tests.fork import runtimes
+from tests.fork.runtimes import at_rest
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def here():
-    yield runtimes.start("here")
-    runtimes.kept.clear()
-    runtimes.stop()
-
-
-@pytest.fixture
-def other(spawn, here):
-    process = spawn(RUNTIMES)
-    process.call("start", who="other")
-    return process
-
-
-@contextlib.contextmanager
-def at_rest(process, enough):
-    """Meanwhile the other process is idle and gives what it is asked for."""
-    process.begin("serve", path=str(enough))
-    yield
-    enough.touch()
-    process.result()
 
 
 def file(name):

@@ -1,45 +1,13 @@
 """What a process holds beside models, as another process sees it, and copies for a second GPU."""
 
-import contextlib
-import importlib.util
-import pathlib
 import time
 
 import pytest
 
 from comfy_multiproc.testing import stub_patcher, tiny_models
-
-RUNTIMES = pathlib.Path(__file__).with_name("runtimes.py")
-spec = importlib.util.spec_from_file_location("fork_runtimes", RUNTIMES)
-runtimes = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(runtimes)
+from tests.fork.runtimes import at_rest
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def here(monkeypatch):
-    from comfy.process_memory import scratch
-    monkeypatch.setattr(scratch, "_backups", (float("-inf"), 0))
-    yield runtimes.start("here")
-    runtimes.kept.clear()
-    runtimes.stop()
-
-
-@pytest.fixture
-def other(spawn, here):
-    process = spawn(RUNTIMES)
-    process.call("start", who="other")
-    return process
-
-
-@contextlib.contextmanager
-def at_rest(process, enough):
-    """Meanwhile the other process is idle and gives what it is asked for."""
-    process.begin("serve", path=str(enough))
-    yield
-    enough.touch()
-    process.result()
 
 
 @pytest.mark.row(10)

@@ -1,33 +1,17 @@
 """Two processes on one card, each with an 8-bit file, and the dtype that each gives its weights."""
 
-import importlib.util
-import pathlib
-
 import pytest
 
-RUNTIMES = pathlib.Path(__file__).with_name("runtimes.py")
-spec = importlib.util.spec_from_file_location("fork_runtimes", RUNTIMES)
-runtimes = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(runtimes)
+from tests.fork import runtimes
 
 MIB = 1 << 20
 GIB = 1 << 30
 
 
-@pytest.fixture
-def here():
-    from comfy.process_memory import gates
-    gates._alone.clear()
-    yield runtimes.start("here")
-    runtimes.kept.clear()
-    gates._dtypes.clear()
-    runtimes.stop()
-
-
 @pytest.mark.row(7)
 @pytest.mark.card(size=48 * GIB, inference=int(0.8 * GIB), reserved=int(0.4 * GIB))
 def test_of_two_12b_files_of_8_bits_on_one_48_gb_card_the_second_stays_as_it_is(card, spawn, here):
-    first = spawn(RUNTIMES)
+    first = spawn(runtimes.FILE)
     first.call("start", who="first")
     # 24 GB at 16 bits are 22.35 GiB. Alone: 48 x 0.88 - 1.2 = 41.04, and upstream casts it up.
     assert first.call("load_12b") == ["torch.float16", 24_000_000_000]
@@ -40,7 +24,7 @@ def test_of_two_12b_files_of_8_bits_on_one_48_gb_card_the_second_stays_as_it_is(
 @pytest.mark.row(7)
 @pytest.mark.card(size="48M")       # 88 % of it less 7.2 MiB for inference: 35 MiB; the file is 15.2 MiB at 8 bits, 30.3 at 16
 def test_the_second_process_keeps_the_8_bit_weights_since_the_first_has_committed_half_of_the_card(card, spawn, here):
-    first = spawn(RUNTIMES)
+    first = spawn(runtimes.FILE)
     first.call("start", who="first")
     dtype, size = first.call("load_file", file="unet_fp8")
     assert dtype == "torch.float16" and size > 30 * MIB      # alone it is cast up, as upstream does
@@ -52,7 +36,7 @@ def test_the_second_process_keeps_the_8_bit_weights_since_the_first_has_committe
 @pytest.mark.card(size="48M")
 def test_a_file_keeps_its_dtype_when_the_other_process_comes_or_goes(card, spawn, here):
     assert runtimes.load_file("unet_fp8")[0] == "torch.float16"
-    first = spawn(RUNTIMES)
+    first = spawn(runtimes.FILE)
     first.call("start", who="first")
     assert first.call("load_file", file="unet_fp8")[0] == "torch.float8_e4m3fn"
     runtimes.drop("unet_fp8")
@@ -64,7 +48,7 @@ def test_a_file_keeps_its_dtype_when_the_other_process_comes_or_goes(card, spawn
 @pytest.mark.row(7)
 @pytest.mark.card(size="48M")
 def test_a_model_that_is_gone_is_committed_no_more(card, spawn, here):
-    first = spawn(RUNTIMES)
+    first = spawn(runtimes.FILE)
     first.call("start", who="first")
     assert first.call("load_file", file="unet_fp8")[0] == "torch.float16"
     first.call("drop", model="unet_fp8")

@@ -1,18 +1,12 @@
 """What upstream does with its list of loaded models stays upstream's with providers registered: nothing of ours is in it."""
 
 import gc
-import importlib.util
-import pathlib
 import weakref
 
 import pytest
 
 from comfy_multiproc.testing import stub_patcher
-
-PEERS = pathlib.Path(__file__).with_name("peers.py")
-spec = importlib.util.spec_from_file_location("fork_peers", PEERS)
-peers = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(peers)
+from tests.fork import peers
 
 MIB = 1 << 20
 
@@ -21,7 +15,7 @@ MIB = 1 << 20
 def mm(card, spawn):
     """ComfyUI's memory manager with a process registered that holds a model."""
     import comfy.model_management as mm
-    peer = peers.make_peer("W1", spawn(PEERS))
+    peer = peers.make_peer("W1", spawn(peers.FILE))
     peer.load("theirs", 32 * MIB)
     mm.register_process_memory_provider(peer)
     yield mm

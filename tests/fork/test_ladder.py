@@ -1,17 +1,11 @@
 """The eviction ladder of real ComfyUI with models in real other processes, on one virtual card."""
 
-import importlib.util
 import os
-import pathlib
 
 import pytest
 
 from comfy_multiproc.testing import RemoteError, stub_patcher
-
-PEERS = pathlib.Path(__file__).with_name("peers.py")
-spec = importlib.util.spec_from_file_location("fork_peers", PEERS)
-peers = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(peers)
+from tests.fork import peers
 
 MIB = 1 << 20
 CARD = "cpu:0"
@@ -24,7 +18,7 @@ def peer(spawn):
     started = []
 
     def start(name, **models):
-        found = peers.make_peer(name, spawn(PEERS))
+        found = peers.make_peer(name, spawn(peers.FILE))
         for model, size in models.items():
             found.load(model, size * MIB)
         mm.register_process_memory_provider(found)

@@ -1,18 +1,9 @@
 """At each site that goes on smaller when memory runs out: an idle model of another process goes first, and the same size is
 tried once more, with the same result as where there was room from the start."""
 
-import contextlib
-import importlib.util
-import pathlib
-
 import pytest
 
 from comfy_multiproc.testing import stub_patcher, tiny_models
-
-RUNTIMES = pathlib.Path(__file__).with_name("runtimes.py")
-spec = importlib.util.spec_from_file_location("fork_runtimes", RUNTIMES)
-runtimes = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(runtimes)
 
 MIB = 1 << 20
 HELD = 96 * MIB         # by the other process's model, of a card of 128 MiB
@@ -20,29 +11,10 @@ WORKSPACE = 64 * MIB    # what the operation at the site needs for a moment
 
 
 @pytest.fixture
-def here():
-    from comfy.process_memory import retry
-    retry._gave_nothing.clear()
-    yield runtimes.start("here")
-    runtimes.stop()
-
-
-@pytest.fixture
-def other(spawn, here):
+def other(other):
     """Another process with a model of 96 MiB."""
-    process = spawn(RUNTIMES)
-    process.call("start", who="other")
-    assert process.call("load", model="idle", nbytes=HELD) == HELD
-    return process
-
-
-@contextlib.contextmanager
-def at_rest(process, enough):
-    """Meanwhile the other process is idle and gives what it is asked for."""
-    process.begin("serve", path=str(enough))
-    yield
-    enough.touch()
-    process.result()
+    assert other.call("load", model="idle", nbytes=HELD) == HELD
+    return other
 
 
 # the sites: what needs the workspace, and how to run it
@@ -200,6 +172,8 @@ def test_with_an_idle_model_elsewhere_every_site_succeeds_at_the_same_size(card,
     """One after the other in one pair of processes, since importing ComfyUI takes longest."""
     import comfy.model_management as mm
     import torch
+
+    from tests.fork.runtimes import at_rest
     for number, site in enumerate(SITES):
         with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
             owner, name, run = site(card, patch)
@@ -219,6 +193,7 @@ def test_with_an_idle_model_elsewhere_every_site_succeeds_at_the_same_size(card,
 def test_when_nobody_gives_the_site_goes_on_smaller_as_it_does_alone_and_asks_once(card, other, monkeypatch):
     import torch
     from comfy.process_memory import ladder, retry
+    from comfy_multiproc import runtime
     monkeypatch.setattr(retry, "PAUSE", 0.0)
     monkeypatch.setattr(ladder, "patience", 0.2)
     asked = []
@@ -232,7 +207,7 @@ def test_when_nobody_gives_the_site_goes_on_smaller_as_it_does_alone_and_asks_on
             run()
         assert len(asked) == 1 and other.call("loaded", model="idle") == HELD
         together = len(calls)
-        runtimes.stop()
+        runtime.stop()
         with pytest.raises(torch.OutOfMemoryError):
             run()
         assert len(calls) - together == together == 8       # whole, and 2, 4, 8, ... 128 slices

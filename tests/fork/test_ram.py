@@ -1,21 +1,12 @@
 """Host memory of two real processes: the output cache in a container, pins under one ceiling and a driver that refuses."""
 
-import importlib.util
-import pathlib
 import time
 import types
 
 import pytest
 
-RUNTIMES = pathlib.Path(__file__).with_name("runtimes.py")
-spec = importlib.util.spec_from_file_location("fork_runtimes", RUNTIMES)
-runtimes = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(runtimes)
-
-PEER = pathlib.Path(__file__).parents[1] / "unit" / "value_peer.py"
-spec = importlib.util.spec_from_file_location("value_peer", PEER)
-value_peer = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(value_peer)
+from tests.fork import runtimes
+from tests.unit import value_peer
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -47,8 +38,8 @@ def box(monkeypatch):
     return found
 
 
-@pytest.fixture
-def here(monkeypatch):
+@pytest.fixture(autouse=True)
+def pins_as_found(fork_tree, monkeypatch):
     import comfy.model_management as mm
     for name, value in (("TOTAL_PINNED_MEMORY", 0), ("PINNED_MEMORY", {}), ("MAX_PINNED_MEMORY", -1),
                         ("discard_cuda_async_error", mm.discard_cuda_async_error)):
@@ -57,9 +48,6 @@ def here(monkeypatch):
     from comfy.process_memory import limits, pins
     for owner, name in ((torch.cuda, "cudart"), (limits, "groups"), (pins, "PIECE")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
-    yield runtimes.start("here")
-    runtimes.kept.clear()
-    runtimes.stop()
 
 
 def cache(entries):
@@ -173,7 +161,7 @@ def test_another_process_sees_how_much_the_output_cache_holds(card, spawn, here,
     import torch
     from comfy import process_memory
     from comfy.process_memory import moments, ram
-    other = spawn(RUNTIMES)
+    other = spawn(runtimes.FILE)
     other.call("start", who="other")
     found = cache({"images": ([[torch.zeros(64 * MIB, dtype=torch.uint8)]], 100), "latent": ([[{"samples": torch.zeros(32 * MIB, dtype=torch.uint8)}]], 101)})
     monkeypatch.setattr(moments, "executor", types.SimpleNamespace(caches=types.SimpleNamespace(outputs=found)))
@@ -186,7 +174,7 @@ def test_another_process_sees_how_much_the_output_cache_holds(card, spawn, here,
 @pytest.mark.row(36)
 def test_free_with_little_host_memory_leaves_the_card_empty(card, spawn, here, box, tmp_path):
     import comfy.model_management as mm
-    others = [spawn(RUNTIMES), spawn(RUNTIMES)]
+    others = [spawn(runtimes.FILE), spawn(runtimes.FILE)]
     for number, other in enumerate(others):
         other.call("start", who=f"other{number}")
         other.call("load", model="idle", nbytes=60 * MIB)
@@ -256,7 +244,7 @@ def test_the_cache_s_own_thresholds_fit_the_container(card, here, box):
 @pytest.mark.row(42)
 def test_a_refused_registration_succeeds_once_the_idle_process_has_given_its_pins(card, spawn, here, tmp_path):
     runtimes.driver(str(tmp_path / "driver"), 10 * MIB, ceiling=100 * MIB)
-    other = spawn(RUNTIMES)
+    other = spawn(runtimes.FILE)
     other.call("start", who="other")
     other.call("driver", path=str(tmp_path / "driver"), quota=10 * MIB, ceiling=100 * MIB)
     assert other.call("pin", model="idle", nbytes=8 * MIB) is True
@@ -271,7 +259,7 @@ def test_a_refused_registration_succeeds_once_the_idle_process_has_given_its_pin
 @pytest.mark.row(42)
 def test_the_ceiling_of_one_is_the_ceiling_of_both(card, spawn, here, tmp_path):
     runtimes.driver(str(tmp_path / "driver"), 100 * MIB, ceiling=10 * MIB)
-    other = spawn(RUNTIMES)
+    other = spawn(runtimes.FILE)
     other.call("start", who="other")
     other.call("driver", path=str(tmp_path / "driver"), quota=100 * MIB, ceiling=10 * MIB)
     assert other.call("pin", model="used", nbytes=8 * MIB, active=True) is True

@@ -1,45 +1,15 @@
 """How many images are done at once beside another process, and what it has given for it by then."""
 
 import contextlib
-import importlib.util
-import pathlib
 import sys
 import types
 
 import pytest
 
 from comfy_multiproc.testing import tiny_models
-
-RUNTIMES = pathlib.Path(__file__).with_name("runtimes.py")
-spec = importlib.util.spec_from_file_location("fork_runtimes", RUNTIMES)
-runtimes = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(runtimes)
+from tests.fork.runtimes import at_rest
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def here():
-    from comfy.process_memory import sizers
-    sizers._kept.clear()
-    yield runtimes.start("here")
-    runtimes.stop()
-
-
-@pytest.fixture
-def other(spawn, here):
-    process = spawn(RUNTIMES)
-    process.call("start", who="other")
-    return process
-
-
-@contextlib.contextmanager
-def at_rest(process, enough):
-    """Meanwhile the other process is idle and gives what it is asked for."""
-    process.begin("serve", path=str(enough))
-    yield
-    enough.touch()
-    process.result()
 
 
 def sample(side):

@@ -1,13 +1,12 @@
 """A load waits for processes that work on the same prompts, as it would have waited for the node before it."""
 
-import pathlib
 import threading
 
 import pytest
 
 from comfy_multiproc.testing import stub_patcher
+from tests.fork import peers
 
-PEERS = pathlib.Path(__file__).with_name("peers.py")
 MIB = 1 << 20
 CARD = "cpu:0"
 
@@ -34,8 +33,7 @@ class Working:
 @pytest.fixture
 def peer(spawn, fork_tree):
     from comfy import process_memory
-    from tests.fork.peers import make_peer
-    peer = make_peer("theirs", spawn(PEERS), patience=30.0)
+    peer = peers.make_peer("theirs", spawn(peers.FILE), patience=30.0)
     process_memory.register_process_memory_provider(peer)
     yield peer
     process_memory.unregister_process_memory_provider(peer)

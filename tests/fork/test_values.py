@@ -1,18 +1,13 @@
 """Values of ComfyUI's own classes on the wire."""
 
-import importlib.util
 import io
-import pathlib
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 
-PEER = pathlib.Path(__file__).parents[1] / "unit" / "value_peer.py"
-spec = importlib.util.spec_from_file_location("value_peer", PEER)
-value_peer = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(value_peer)
+from tests.unit import value_peer
 
 
 @pytest.fixture
@@ -68,7 +63,7 @@ def test_a_video_from_pictures_and_sound_arrives(pair):
 def test_a_video_that_holds_what_cannot_cross_stays(pair):
     from comfy_api.latest import InputImpl
     from comfy_multiproc.handles import Handle
-    video = InputImpl.VideoFromFile(open(PEER, "rb"))
+    video = InputImpl.VideoFromFile(open(value_peer.__file__, "rb"))
     handle = pair.to_host(video)
     assert type(handle) is Handle and pair.to_worker(handle) is video
 
