@@ -43,7 +43,7 @@ class LedgerClaims:
             if held:
                 try:
                     theirs.acquire(timeout=max(0.0, deadline - time.monotonic()), poll_interval=0.001)
-                except (filelock.Timeout, OSError):
+                except (filelock.Timeout, OSError, RuntimeError):
                     shared = False
             try:
                 self._discover()

@@ -136,6 +136,9 @@ class Ledger:
             with os.fdopen(handle, "wb") as f:
                 f.write(HEADER.pack(MAGIC, VERSION, boot_id(), SLOTS, SLOT_SIZE, 0))
                 f.truncate(FILE_SIZE)
+                if hasattr(os, "posix_fallocate"):
+                    # Where there is no room: an error here, and not the end of a process (SIGBUS) at its first writing in a new page.
+                    os.posix_fallocate(f.fileno(), 0, FILE_SIZE)
             os.replace(temporary, self.path)
         except OSError as e:
             raise LedgerError(f"cannot make {self.path}: {e.strerror}; make room there, or set COMFY_MULTIPROC_RUNTIME to "
@@ -287,8 +290,8 @@ class _BoundedLock:
         except filelock.Timeout:
             raise LedgerError(f"another process has held {self._path} for {LOCK_SECONDS:.0f} seconds; "
                               "look for a stopped ComfyUI process and continue or end it") from None
-        except OSError as e:
-            raise LedgerError(f"cannot lock {self._path}: {e.strerror}; set COMFY_MULTIPROC_RUNTIME to a folder "
+        except (OSError, RuntimeError) as e:      # a file system without locks
+            raise LedgerError(f"cannot lock {self._path}: {getattr(e, 'strerror', None) or e}; set COMFY_MULTIPROC_RUNTIME to a folder "
                               "that you own") from None
 
     def __exit__(self, *_: object) -> None:

@@ -94,7 +94,7 @@ class _Settler:
         self._thread: threading.Thread | None = None
 
     def watch(self) -> None:
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="process memory: settling", daemon=True)
             self._thread.start()
         self._loading.set()

@@ -343,6 +343,11 @@ def test_a_damaged_file_or_one_of_another_boot_is_made_anew(tmp_path, damage):
     new.close()
 
 
+def test_all_of_the_file_has_its_place_from_the_start(ledger):
+    """A page that finds no room when it is first written ends the process that writes it."""
+    assert os.stat(ledger.path).st_blocks * 512 >= FILE_SIZE
+
+
 def test_random_bytes_in_the_slots_are_no_processes_and_no_crash(tmp_path):
     made = Ledger(tmp_path)
     first = HEADER_SIZE
