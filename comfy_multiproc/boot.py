@@ -61,7 +61,8 @@ def encode(value: Any) -> Any:
         return value
     if isinstance(value, (list, tuple, set, frozenset)):
         kind = next(name for name, class_ in COLLECTIONS.items() if isinstance(value, class_))
-        return {kind: [encode(v) for v in value]}
+        items = [encode(v) for v in value]
+        return {kind: sorted(items, key=json.dumps) if isinstance(value, (set, frozenset)) else items}     # the same in every process
     if isinstance(value, dict):
         return {"dict": [[encode(k), encode(v)] for k, v in value.items()]}
     raise TypeError(type(value).__name__)

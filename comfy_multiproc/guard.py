@@ -5,6 +5,7 @@ and it dies with a worker that is killed, whose own programs then stay. This pro
 """
 from __future__ import annotations
 
+import logging
 import os
 import select
 import subprocess
@@ -31,7 +32,11 @@ class Guard:
         with self._lock:
             self._watched[token] = f"+ {pid} {token} {int(keep)}\n"
             if self._process is None or self._process.poll() is not None:
-                self._start()
+                try:
+                    self._start()
+                except OSError as error:
+                    logging.warning("Nothing but themselves ends the workers when this process is gone: %s", error)
+                    return
                 self._tell("".join(self._watched.values()))
             else:
                 self._tell(self._watched[token])

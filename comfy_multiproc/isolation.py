@@ -80,7 +80,7 @@ class Isolation:
 
     def start(self) -> None:
         """Start the workers that loading has to wait for: those whose packs have not said before what they offer."""
-        for station in self._stations.values():
+        for station in self.stations():
             known = self._known[station.name] = Description(station.name, station.packs)
             if known.said is None:
                 self._start(station)
@@ -117,7 +117,7 @@ class Isolation:
 
     def station_of(self, pack: str) -> Any:
         """The station of an isolated pack, by the pack's name. Raises LookupError, with the reason if it was refused."""
-        for station in self._stations.values():
+        for station in self.stations():
             if any(member.name == pack for member in station.packs):
                 return station
         if pack in self.failed:
@@ -138,7 +138,7 @@ class Isolation:
         return calls.current.call(node, method, inputs)
 
     def forget(self, recipe: int) -> None:
-        for station in self._stations.values():
+        for station in self.stations():
             station.forget(recipe)
 
     def prompt_begins(self, executor: Any) -> None:
@@ -147,8 +147,8 @@ class Isolation:
         cache = getattr(getattr(executor, "caches", None), "outputs", None)
         if calls.current is not None:
             calls.current.results = cache
-        if any(station.lost_handles for station in self._stations.values()):
-            for station in self._stations.values():
+        if any(station.lost_handles for station in self.stations()):
+            for station in self.stations():
                 station.lost_handles = False
             dropped = calls.drop_lost(cache)
             if dropped:
@@ -158,7 +158,7 @@ class Isolation:
         from . import calls
         if calls.current is not None:
             calls.current.prompt_ended()
-        for station in self._stations.values():
+        for station in self.stations():
             station.prompt_ended(prompt)
 
     # loading

@@ -85,7 +85,8 @@ class Recipes:
             if known is None or known[1] is not recipe:
                 return
             del self._known[key]
-            last = not any(r.number == recipe.number for _, r in self._known.values())
+            # A copy: other objects may end while this looks.
+            last = not any(r.number == recipe.number for _, r in list(self._known.values()))
         if last:
             self._forget(recipe.number)
 
