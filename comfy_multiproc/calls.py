@@ -11,9 +11,10 @@ import asyncio
 import functools
 import inspect
 import sys
+import threading
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
 from comfy.process_memory import moments
@@ -137,23 +138,23 @@ class Calls:
 
     def call(self, node: Any, method: str, inputs: dict[str, Any]) -> Any:
         """A direct call of an isolated node's method, by another node: waits for the result."""
+        from comfy_execution.utils import get_executing_context
         cls: Any = node if isinstance(node, type) else type(node)
         station = self._of_pack(cls.isolated_pack.pack)
         instance = None if node is cls else self._tokens.of(node, station.drop)
-        call = described(Call(cls.isolated_id, method, instance, executes=method == getattr(cls, "FUNCTION", None)), 0)
+        within = get_executing_context()        # the other node's, so that an interrupt of its prompt is meant for this call too
+        call = described(Call(cls.isolated_id, method, instance, prompt=within.prompt_id if within else "", id=within.node_id if within else "",
+                              executes=method == getattr(cls, "FUNCTION", None)), 0)
         values = {"inputs": {name: self._crossing(cls, name, value) for name, value in inputs.items()}, "v3": {}}
         future = station.send(call, values)
-        while True:
-            try:
-                result = future.result(0.05)
-                break
-            except TimeoutError:
-                if future.done():
-                    raise
+        try:
+            while not wait([future], 0.05).done:
                 if on_execution_thread():
                     moments.before_node()
                     throw_if_interrupted()
-        return self._received(cls, result)
+            return self._received(cls, future.result())
+        finally:
+            future.cancel()
 
     def inputs_of(self, unique_id: str) -> dict[str, Any] | None:
         """The inputs of a node that has just run in a worker and failed."""
@@ -279,7 +280,21 @@ async def sent(station: Station, call: Call, values: dict[str, Any], aside: bool
     """The future of a call. A worker that has to be started first is started on another thread."""
     if station.running():
         return station.send(call, values, aside)
-    return await asyncio.get_running_loop().run_in_executor(None, station.send, call, values, aside)
+    made: list[Future[Any]] = []
+    unwanted = threading.Event()
+
+    def send() -> Future[Any]:
+        made.append(station.send(call, values, aside))
+        if unwanted.is_set():
+            made[0].cancel()
+        return made[0]
+    try:
+        return await asyncio.get_running_loop().run_in_executor(None, send)
+    except asyncio.CancelledError:
+        unwanted.set()      # before the look, as the other thread looks after it has made the call
+        for future in made:
+            future.cancel()
+        raise
 
 
 async def answered(future: Future[Any]) -> Any:
@@ -290,6 +305,7 @@ async def answered(future: Future[Any]) -> Any:
     wrapped = asyncio.wrap_future(future)
     here = runtime.current
     try:
+        throw_if_interrupted()      # since the executor has looked: then the worker had no such call yet, and was not told
         if here is None or not here.inbox.on_execution_thread():
             result = await wrapped
         else:
@@ -302,8 +318,10 @@ async def answered(future: Future[Any]) -> Any:
                     pass    # the prompt is over, and its loop with it
             with here.inbox.waking(wake):
                 result = await wrapped
-    except Exception:
-        throw_if_interrupted()
+    except BaseException as error:
+        future.cancel()
+        if isinstance(error, Exception):
+            throw_if_interrupted()
         raise
     throw_if_interrupted()
     return result

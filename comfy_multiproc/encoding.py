@@ -5,7 +5,7 @@ import base64
 import io
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from fractions import Fraction
 from typing import Any
 
@@ -25,8 +25,8 @@ class Stays(Exception):
     """Part of the value cannot cross, so the whole of it stays."""
 
 
-def handed_out(encoded: Any) -> list[tuple[str, int]]:
-    """Owner and id of every handle that an encoded value gives out."""
+def handed_out(encoded: Any, but: Collection[int] = ()) -> list[tuple[str, int]]:
+    """Owner and id of every handle that an encoded value gives out; `but`: those whose description has one of these ``id()``."""
     found, todo = [], [encoded]
     while todo:
         item = todo.pop()
@@ -34,7 +34,8 @@ def handed_out(encoded: Any) -> list[tuple[str, int]]:
             todo.extend(item)
         elif isinstance(item, dict):
             if item.get("$") == "handle" and not item["home"]:
-                found.append((item["owner"], item["id"]))
+                if id(item) not in but:
+                    found.append((item["owner"], item["id"]))
             else:
                 todo.extend(item.values())
     return found

@@ -100,18 +100,19 @@ def describe(error: BaseException, *, depth: int = 0) -> Failure:
         # A subclass counts as the class: that is how ComfyUI would have taken it.
         if isinstance(error, known):
             failure["as"] = name
-    code = getattr(error, "error_code", None)
+    code = _attribute(error, "error_code")
     if isinstance(code, int):
         failure["code"] = int(code)
-    args = error.args if isinstance(error.args, tuple) else ()
+    args = _attribute(error, "args")
+    args = args if isinstance(args, tuple) else ()
     if where := searched(error):
         failure["text"] = f"{failure['text']}{where}"
         args = ()
-    if isinstance(error, OSError) and len(args) == 2 and isinstance(error.filename, str):
-        args = (*args, error.filename)
+    if isinstance(error, OSError) and len(args) == 2 and isinstance(filename := _attribute(error, "filename"), str):
+        args = (*args, filename)
     if class_ is BUILTINS.get(class_.__name__) and 0 < len(args) <= 3 and all(type(a) in (str, int) for a in args):
         failure["args"] = [a[:MAX_TEXT] if isinstance(a, str) else a for a in args]
-    notes = getattr(error, "__notes__", None)
+    notes = _attribute(error, "__notes__")
     if isinstance(notes, list):
         failure["notes"] = [str(n)[:MAX_TEXT] for n in notes[:20] if isinstance(n, str)]
     try:
@@ -151,6 +152,13 @@ def rebuild(failure: Any, where: str = "another process", *, depth: int = 0) -> 
         elif "context" in failure:
             error.__context__ = rebuild(failure["context"], where, depth=depth + 1)
     return error.with_traceback(_traceback(failure.get("frames")))
+
+
+def _attribute(error: BaseException, name: str) -> Any:
+    try:
+        return getattr(error, name, None)
+    except Exception:
+        return None     # a property of its class that fails
 
 
 def text_of(error: BaseException) -> str:
@@ -237,7 +245,7 @@ def cut_start(error: BaseException) -> None:
     while trace is not None and (_on_the_way(trace) or "importlib" in trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     if trace is not None:
-        error.__traceback__ = trace
+        error.with_traceback(trace)
 
 
 def _on_the_way(frame: TracebackType) -> bool:
@@ -259,5 +267,6 @@ def forget(error: BaseException | None) -> None:
             return
         following = error.__cause__ or error.__context__
         traceback.clear_frames(error.__traceback__)
-        error.__traceback__ = error.__cause__ = error.__context__ = None
+        for name in ("__traceback__", "__cause__", "__context__"):
+            BaseException.__setattr__(error, name, None)        # their class may not let its attributes be set
         error = following

@@ -16,15 +16,16 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from . import boot, failures, headroom, link, logs, spawning
+from . import boot, failures, headroom, link, logs, recycling, spawning
 from .failures import WorkerDied
 from .guard import Guard
 from .link import Handler, Link, Message
@@ -34,7 +35,6 @@ GRACE = 5.0
 """Seconds that a worker has to end a call after an interrupt, or itself when told to, before it is killed."""
 SEND_SECONDS = 30.0
 """How long a worker may take no messages, stopped or stuck, before it is killed."""
-LOOK_EVERY = 0.5
 SHOWN_LINES = 20
 SHOWN_LETTERS = 200
 
@@ -42,7 +42,6 @@ guard = Guard()
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 _lock = threading.RLock()
 _owner = os.getpid()
-_watch: threading.Thread | None = None
 
 
 class State(Enum):
@@ -73,6 +72,7 @@ class Spec:
 class _Call:
     prompt: str | None
     label: str
+    unwanted: Callable[[Message], None]
     over: threading.Event | None = None     # set when it is over, for an interrupt that waits
     interrupted: bool = False
 
@@ -84,6 +84,7 @@ class _Run:
         self.token = secrets.token_hex(8)
         self.begun = time.monotonic()
         self.ready: Future[Message] = Future()
+        self.ready.set_running_or_notify_cancel()       # many wait for it, and none of them can cancel it for the others
         self.process: BaseProcess | None = None
         self.pid: int | None = None
         self.link: Link = None  # type: ignore[assignment]
@@ -114,6 +115,7 @@ class Worker:
         self._lock = threading.RLock()
         self._run: _Run | None = None
         self._numbers = 0
+        self._kept = 0
         with _lock:
             _workers.add(self)
 
@@ -166,32 +168,50 @@ class Worker:
         """Start the process if there is none, without waiting for it. The future holds what its side says of the packs, or why
         it could not start: the exception of its start, or WorkerDied. Raises OSError when the system starts no process."""
         if (shortage := headroom.shortage(self.name)) is not None and self._run is None:
-            _recycle_for_room(self)
+            recycling.make_room(worker for worker in workers() if worker is not self)
             if (shortage := headroom.shortage(self.name)) is not None:
                 raise shortage
         with self._lock:
             return (self._run or self._spawn()).ready
 
-    def call(self, kind: str, body: Any = None, fds: Sequence[int] = (), *, prompt: str | None = None, label: str = "",
-             within: int | None = None) -> Future[Message]:
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """The process is not recycled meanwhile: it is in use otherwise than by a call."""
+        with self._lock:
+            self._kept += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._kept -= 1
+                if self._run is not None:
+                    self._run.used = time.monotonic()
+
+    def call(self, kind: str, body: Any = None, fds: Sequence[int] = (), *, over: Link | None = None, prompt: str | None = None,
+             label: str = "", unwanted: Callable[[Message], None] = Message.close) -> Future[Message]:
         """Ask the worker for something, starting it if need be, and give the future of the answer.
 
-        prompt: what `interrupt` knows the call by. label: what it is, for the report of a crash ("node 7 (KSampler)"). The future
-        fails with the exception of the other side, with InterruptProcessingException once the prompt was interrupted, whatever
-        the worker has answered, or with WorkerDied. Raises OSError when it cannot be started, LinkError for a bad message.
+        over: the process that the message was made for, by its link. prompt: what `interrupt` knows the call by. label: what it is,
+        for the report of a crash ("node 7 (KSampler)"). unwanted: gets an answer that nobody waits for any more. The future fails
+        with the exception of the other side, with InterruptProcessingException once the prompt was interrupted, whatever the worker
+        has answered, or with WorkerDied. Raises OSError when it cannot be started, LinkError for a bad message, LinkClosed when
+        the process `over` has ended.
         """
-        self.start()
+        if over is None:
+            self.start()
         with self._lock:
-            run = self._run or self._spawn()
+            run = self._run or (self._spawn() if over is None else None)
+            if run is None or over not in (None, run.link):
+                raise link.LinkClosed(f"worker {self.name} has ended before the call; run it again")
             self._numbers += 1
             number = self._numbers
-            call = run.calls[number] = _Call(prompt, label)
+            call = run.calls[number] = _Call(prompt, label, unwanted)
             run.used, run.trimmed = time.monotonic(), False
 
         def outcome(result: Message | BaseException) -> Message | BaseException:
             return self._answered(run, number, call, result)
         try:
-            future = run.link.request(kind, body, fds, within=within, prompt=prompt, outcome=outcome)
+            future = run.link.request(kind, body, fds, prompt=prompt, outcome=outcome, unwanted=unwanted)
         except BaseException:
             run.calls.pop(number, None)
             raise
@@ -230,6 +250,38 @@ class Worker:
         self.stop()
         return self.start()
 
+    @property
+    def idle(self) -> float | None:
+        """Seconds since its process was last in use; None while it is, or if there is none."""
+        run = self._run
+        if run is None or self.state is not State.IDLE or self._kept or run.stopping:
+            return None
+        return time.monotonic() - run.used
+
+    def retire(self, reason: str = "idle") -> bool:
+        """End the idle process that nothing refers to, and wait for that as `stop` does; whether there was one. A call that comes
+        meanwhile starts another process."""
+        with self._lock:
+            run = self._run
+            if run is None or self.idle is None or self.pins() > 0:
+                return False
+            run.stopping, self._run = True, None
+        logging.info("Worker %s is %s: it is ended, the next call starts it again", self.name, reason)
+        self._stop(run, self.spec.grace)
+        return True
+
+    def trim(self) -> bool:
+        """Have the idle process unload its models and give back what can be had again; False if it has done so since it was last used."""
+        run = self._run
+        if run is None or run.trimmed:
+            return False
+        run.trimmed = True
+        try:
+            run.link.notify("trim")
+        except link.LinkClosed:
+            pass
+        return True
+
     # the life of one process
 
     def _spawn(self) -> _Run:
@@ -263,7 +315,7 @@ class Worker:
         self._run = run
         self.starts += 1
         run.link.start()
-        _look_after(self)
+        recycling.look_after(self)
         return run
 
     def _ready(self, run: _Run, outcome: Message | BaseException) -> None:
@@ -291,21 +343,28 @@ class Worker:
         killed = code is None
         if killed:
             code = spawning.wait(process, GRACE)
+            # It may have been ending, slowly, for a reason of its own.
+            killed = code in (None, -getattr(signal, "SIGKILL", signal.SIGTERM))
         if code is not None:
             process.close()
         guard.forget(run.token)
         if run.log is not None:
             run.log.settle(0.5)
-        error = self._died(run, code, why if killed else "")
+        error: BaseException = self._died(run, code, why if killed else "")
         with self._lock:
             if self._run is run:
                 self._run = None
         if not run.ready.done():
             run.ready.set_exception(error)
+        elif (cause := run.ready.exception()) is not None:
+            error = cause       # that it then ended is no news
         if not run.stopping and all(call.interrupted for call in list(run.calls.values())):
             logging.error("%s", error)      # otherwise those whose calls fail with it say so
         run.over.set()
-        _background(f"end of {self.name}", self._ended, run, error)
+        try:
+            _background(f"end of {self.name}", self._ended, run, error)
+        except RuntimeError:
+            pass    # the interpreter ends, and since Python 3.12 no thread starts then
         return error
 
     def _ended(self, run: _Run, error: BaseException) -> None:
@@ -321,7 +380,7 @@ class Worker:
         if run.stopping:
             text = f"{who} was stopped"
         elif why:
-            text = f"{who} was ended: it {why}"
+            text = f"{who} was ended: {why}"
         elif number is not None:
             text = f"{who} was ended by signal {number} ({_signal_name(number)})"
             if number == getattr(signal, "SIGKILL", 9):
@@ -343,6 +402,8 @@ class Worker:
     def _answered(self, run: _Run, number: int, call: _Call, result: Message | BaseException) -> Message | BaseException:
         self._over(run, number, call)
         if call.interrupted:
+            if isinstance(result, Message):
+                call.unwanted(result)
             # Whatever the node has made of it: one that swallows the exception does not bring the prompt back.
             return failures.interrupted()
         return _with_place(result, call.label) if isinstance(result, WorkerDied) else result
@@ -362,6 +423,12 @@ class Worker:
                 return
 
     def _stop(self, run: _Run, grace: float) -> None:
+        self._ask_to_stop(run, grace)
+        if not run.over.wait(grace):
+            self._kill(run)
+            run.over.wait(GRACE)
+
+    def _ask_to_stop(self, run: _Run, grace: float) -> None:
         run.stopping = True
         if grace > 0:
             try:
@@ -369,48 +436,10 @@ class Worker:
                 run.link.notify("stop")
             except link.LinkClosed:
                 pass
-            if run.over.wait(grace):
-                return
-        self._kill(run)
-        run.over.wait(GRACE)
 
     def _kill(self, run: _Run) -> None:
         spawning.end_tree(run.pid or 0, run.token, keep=self.spec.keep_processes)
         run.link.close("did not end by itself")
-
-    def _look(self, now: float) -> None:
-        """Recycle or trim an idle process that its owner wants to be small."""
-        with self._lock:
-            run = self._run
-            if run is None or run.calls or not run.ready.done() or run.stopping:
-                return
-            reason = self._reason(run, now)
-            if reason is None:
-                return
-            pinned = self.pins() > 0
-            if pinned and run.trimmed:
-                return
-            run.trimmed = True
-            if not pinned:
-                run.stopping = True
-                self._run = None    # a call that comes now starts another process and does not wait for the end of this one
-        if pinned:
-            logging.info("Worker %s is %s; objects in it are in use, so its models are unloaded and it stays", self.name, reason)
-            try:
-                run.link.notify("trim")
-            except link.LinkClosed:
-                pass
-        else:
-            logging.info("Worker %s is %s: it is ended, the next call starts it again", self.name, reason)
-            self._stop(run, self.spec.grace)
-
-    def _reason(self, run: _Run, now: float) -> str | None:
-        idle = now - run.used
-        if self.spec.idle_seconds is not None and idle >= self.spec.idle_seconds:
-            return f"idle for {idle:.0f} s"
-        if self.spec.ram_limit is not None and idle >= LOOK_EVERY and (size := _private_bytes(run.pid)) > self.spec.ram_limit:
-            return f"using {size >> 20} MB of RAM, more than its limit of {self.spec.ram_limit >> 20} MB"
-        return None
 
 
 def workers() -> list[Worker]:
@@ -430,13 +459,18 @@ def stop_all(grace: float = 2.0) -> None:
     nobody wants a report of them. Done at exit by itself."""
     if os.getpid() != _owner:
         return      # a fork of the host: they are not its own
-    for worker in workers():
-        run = worker._run
-        for call in list(run.calls.values()) if run is not None else ():
+    # Without a thread for each: at exit none can be started since Python 3.12.
+    ending = [(worker, run) for worker in workers() if (run := worker._run) is not None]
+    for worker, run in ending:
+        for call in list(run.calls.values()):
             call.interrupted = True
-    threads = [_background(f"stop {worker.name}", worker.stop, grace) for worker in workers() if worker.pid is not None]
-    for thread in threads:
-        thread.join(grace + 2 * GRACE)
+        worker._ask_to_stop(run, grace)
+    until = time.monotonic() + grace
+    for worker, run in ending:
+        if not run.over.wait(max(0.0, until - time.monotonic())):
+            worker._kill(run)
+    for _, run in ending:
+        run.over.wait(GRACE)
     guard.close()
 
 
@@ -459,32 +493,6 @@ def _background(name: str, function: Callable[..., None], *args: Any) -> threadi
     return thread
 
 
-def _look_after(worker: Worker) -> None:
-    global _watch
-    if worker.spec.idle_seconds is None and worker.spec.ram_limit is None:
-        return
-    with _lock:
-        if _watch is None or not _watch.is_alive():
-            _watch = _background("recycling", _look_after_all)
-
-
-def _look_after_all() -> None:
-    while True:
-        time.sleep(LOOK_EVERY)
-        for worker in workers():
-            try:
-                worker._look(time.monotonic())
-            except Exception:
-                logging.exception("Worker %s cannot be recycled", worker.name)
-
-
-def _recycle_for_room(wanted: Worker) -> None:
-    """End an idle worker that nothing refers to, the one unused for longest."""
-    idle = [(run.used, w) for w in workers() if w is not wanted and (run := w._run) is not None and w.state is State.IDLE and not w.pins()]
-    if idle:
-        min(idle, key=lambda pair: pair[0])[1].stop()
-
-
 def _with_place(error: WorkerDied, label: str) -> WorkerDied:
     text = error.while_it(f"ran {label}") if label else str(error)
     if error.log:
@@ -499,16 +507,6 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return "unknown"
-
-
-def _private_bytes(pid: int | None) -> int:
-    """RAM of the process without what it shares: values that others hold count for nobody's limit."""
-    import psutil
-    try:
-        memory = psutil.Process(pid).memory_info()
-    except (psutil.Error, OSError):
-        return 0
-    return memory.rss - getattr(memory, "shared", 0)
 
 
 def _sharing() -> bool:

@@ -3,7 +3,7 @@
 A frame is the length of its body (32 bits, big-endian), the number of descriptors that came with it (16 bits), and the
 body: UTF-8 JSON. What it may be:
 
-    {"k": kind, "i": 7, "b": body}     a request; "w" names the request of the other end that it is part of, "p" the prompt
+    {"k": kind, "i": 7, "b": body}     a request; "p" names the prompt
     {"k": kind, "b": body}             a notification
     {"a": 7, "b": body}                the answer to request 7
     {"a": 7, "e": failure}             its failure, as `failures.describe` puts it
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import array
 import copy
+import errno
 import itertools
 import json
 import logging
@@ -83,15 +84,14 @@ class Message:
 class Request(Message):
     """A message that waits for an answer, unless it is a notification: then answers go nowhere.
 
-    `within` is the id of this end's own request that the sender was serving when it made this one; None: none. `prompt` is
-    the prompt that it belongs to; None: none.
+    `prompt` is the prompt that it belongs to; None: none.
     """
 
-    __slots__ = ("_answered", "_link", "cancelled", "id", "on_cancel", "prompt", "within")
+    __slots__ = ("_answered", "_link", "cancelled", "id", "on_cancel", "prompt")
 
-    def __init__(self, link: Link, kind: str, body: Any, fds: list[int], id_: int | None, within: int | None, prompt: str | None):
+    def __init__(self, link: Link, kind: str, body: Any, fds: list[int], id_: int | None, prompt: str | None):
         super().__init__(kind, body, fds)
-        self._link, self.id, self.within, self.prompt = link, id_, within, prompt
+        self._link, self.id, self.prompt = link, id_, prompt
         self._answered = id_ is None
         self.cancelled = False
         self.on_cancel: Callable[[], None] | None = None
@@ -109,6 +109,12 @@ class Request(Message):
         """Send the failure instead: the exception, or what `failures.describe` has made of it."""
         self._answer({"a": self.id, "e": failures.describe(error) if isinstance(error, BaseException) else error}, ())
 
+    def cancel(self) -> None:
+        """Nobody waits for the answer any more."""
+        self.cancelled = True
+        if (on_cancel := self.on_cancel) is not None:
+            on_cancel()
+
     def _answer(self, envelope: dict[str, Any], fds: Sequence[int]) -> None:
         if self._answered:
             return
@@ -116,12 +122,13 @@ class Request(Message):
             self._link._send(envelope, fds)
         except LinkClosed:
             pass    # nobody is there to miss it
-        self._answered = True
+        self._answered, self.on_cancel = True, None
         self._link._serving.pop(self.id, None)
 
 
 Handler = Callable[[Request], None]
 Outcome = Message | BaseException
+Pending = tuple["Future[Message]", Callable[[Outcome], Outcome], Callable[[Message], None]]
 
 _dumps = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
@@ -148,7 +155,8 @@ class Link:
         self._overflow: deque[tuple[memoryview, list[int], bool]] = deque()     # what the reading thread could not send at once
         self._guard = threading.Lock()
         self._ids = itertools.count(1)
-        self._pending: dict[int, tuple[Future[Message], Callable[[Outcome], Outcome]]] = {}
+        self._pending: dict[int, Pending] = {}
+        self._unwanted: dict[int, Callable[[Message], None]] = {}       # of requests that nobody waits for any more
         self._serving: dict[int | None, Request] = {}
         self._handlers: dict[str, Handler] = {}
         self._otherwise: Handler | None = None
@@ -188,10 +196,11 @@ class Link:
         self._send({"k": kind, "b": body}, fds)
 
     def request(self, kind: str, body: Any = None, fds: Sequence[int] = (), *, timeout: float | None = None,
-                within: int | None = None, prompt: str | None = None,
-                outcome: Callable[[Outcome], Outcome] = lambda outcome: outcome) -> Future[Message]:
-        """Send and give the future of the answer. Descriptors stay the caller's. `outcome` may change what the future gets, on the
-        reading thread.
+                prompt: str | None = None,
+                outcome: Callable[[Outcome], Outcome] = lambda outcome: outcome,
+                unwanted: Callable[[Message], None] = Message.close) -> Future[Message]:
+        """Send and give the future of the answer. Descriptors stay the caller's. `outcome` may change what the future gets, and
+        `unwanted` gets an answer that comes when nobody waits for it any more, both on the reading thread.
 
         The future fails with the other end's failure, with what `lost` made when it is gone, or with TimeoutError after
         `timeout` seconds. Cancelling it tells the other end. Raises LinkError; never LinkClosed (the future fails instead).
@@ -201,13 +210,11 @@ class Link:
         with self._guard:
             gone = self._gone
             if gone is None:
-                self._pending[id_] = future, outcome
+                self._pending[id_] = future, outcome, unwanted
         if gone is not None:
-            _settle((future, outcome), copy.copy(gone))
+            _settle((future, outcome, unwanted), copy.copy(gone))
             return future
         envelope = {"k": kind, "i": id_, "b": body}
-        if within is not None:
-            envelope["w"] = within
         if prompt is not None:
             envelope["p"] = prompt
         try:
@@ -222,8 +229,7 @@ class Link:
             timer.daemon = True
             timer.start()
             future.add_done_callback(lambda _: timer.cancel())
-        future.add_done_callback(lambda f: self._cancel(id_) if f.cancelled() else None)
-        future.link_id = id_    # type: ignore[attr-defined]
+        future.add_done_callback(lambda f: self._cancelled(id_) if f.cancelled() else None)
         return future
 
     def close(self, why: str = "closed") -> None:
@@ -265,13 +271,17 @@ class Link:
 
     def _acquire(self) -> None:
         if not self._sending.acquire(timeout=self._timeout):
-            self.close(f"has not read its messages for {self._timeout:g} s")
-            raise LinkClosed(f"{self._name}: the other end does not read")
+            raise self._stuck()
+
+    def _stuck(self) -> LinkClosed:
+        self.close(f"it has not read its messages for {self._timeout:g} s")
+        return LinkClosed(f"{self._name}: the other end does not read")
 
     def _put(self, frame: bytes | memoryview, fds: Sequence[int], flags: int = 0) -> int:
         """Write the frame, with `_sending` held; the bytes written, which are all of them without `flags`."""
         if self._gone is not None:
             raise LinkClosed(f"{self._name}: {self._why or 'gone'}")
+        sent = 0
         try:
             if fds:
                 sent = self._socket.sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))], flags)
@@ -280,14 +290,18 @@ class Link:
             while sent < len(frame) and not flags:
                 sent += self._socket.send(memoryview(frame)[sent:])
             return sent
-        except BlockingIOError:
+        except (BlockingIOError, TimeoutError):      # the second on Windows
             if flags:
                 return 0
             # Half a frame may have gone: whatever followed would not be understood.
-            self.close(f"has not read its messages for {self._timeout:g} s")
-            raise LinkClosed(f"{self._name}: the other end does not read") from None
+            raise self._stuck() from None
         except OSError as error:
-            # Not closed here: what the other end had said before it went is still to be read.
+            if not isinstance(error, ConnectionError) and error.errno != errno.ENOTCONN:
+                # The link lives, so nobody else would tell whoever waits for the answer.
+                if sent == 0:
+                    raise LinkError(f"{self._name}: a message cannot be sent: {error.strerror or error}") from error
+                self.close(f"half a message was sent: {error.strerror or error}")
+            # Not closed otherwise: what the other end had said before it went is still to be read.
             raise LinkClosed(f"{self._name}: {error.strerror or error}") from None
 
     def _send_from_reader(self, frame: bytes, fds: Sequence[int]) -> None:
@@ -300,10 +314,11 @@ class Link:
                 if sent == len(frame):
                     self._sending.release()
                     return
+            kept = [os.dup(fd) for fd in fds] if not sent else []
         except BaseException:
-            self._sending.release()
+            if held:
+                self._sending.release()
             raise
-        kept = [os.dup(fd) for fd in fds] if not sent else []
         with self._guard:
             self._overflow.append((memoryview(frame)[sent:], kept, held))
             begin = len(self._overflow) == 1
@@ -322,6 +337,8 @@ class Link:
                     self._sending.release()
             except LinkClosed:
                 pass    # the reading thread tells whoever waits
+            except LinkError as error:
+                self.close(f"an answer was lost: {error}")      # whoever waits for it must not do so for ever
             for fd in fds:
                 os.close(fd)
             with self._guard:
@@ -330,13 +347,24 @@ class Link:
                     return
 
     def _late(self, id_: int, kind: str, timeout: float) -> None:
-        pending = self._pending.pop(id_, None)
+        pending = self._give_up(id_)
         if pending is not None:
             _settle(pending, TimeoutError(f"{self._name}: no answer to {kind!r} within {timeout:g} s"))
-            self._cancel(id_)
+            self._tell_cancelled(id_)
 
-    def _cancel(self, id_: int) -> None:
-        self._pending.pop(id_, None)
+    def _cancelled(self, id_: int) -> None:
+        if self._give_up(id_) is not None:
+            self._tell_cancelled(id_)
+
+    def _give_up(self, id_: int) -> Pending | None:
+        """The request, if it is not answered yet; from now on nobody waits for it."""
+        with self._guard:
+            pending = self._pending.pop(id_, None)
+            if pending is not None:
+                self._unwanted[id_] = pending[2]
+        return pending
+
+    def _tell_cancelled(self, id_: int) -> None:
         try:
             self._send({"c": id_}, ())
         except (LinkClosed, LinkError):
@@ -383,6 +411,9 @@ class Link:
                     arrived = array.array("i")
                     arrived.frombytes(payload[:len(payload) - len(payload) % arrived.itemsize])
                     fds.extend(arrived)
+                    if not flags:
+                        for fd in arrived:
+                            os.set_inheritable(fd, False)
             if told & getattr(socket, "MSG_CTRUNC", 0):
                 raise ValueError("descriptors were lost: this process may not open more files (ulimit -n)")
         buffer += data
@@ -395,18 +426,21 @@ class Link:
             raise ValueError("not an object")
         if "a" in envelope:
             pending = self._pending.pop(envelope["a"], None)
-            if pending is not None:
-                _settle(pending, failures.rebuild(envelope["e"], self._name) if "e" in envelope
-                        else Message("answer", envelope.get("b"), message.take_fds()))
+            if pending is None:
+                with self._guard:
+                    unwanted = self._unwanted.pop(envelope["a"], None)
+                if unwanted is not None and "e" not in envelope:
+                    unwanted(Message("answer", envelope.get("b"), message.take_fds()))
+                return
+            _settle(pending, failures.rebuild(envelope["e"], self._name) if "e" in envelope
+                    else Message("answer", envelope.get("b"), message.take_fds()))
         elif "c" in envelope:
             request = self._serving.get(envelope["c"])
             if request is not None:
-                request.cancelled = True
-                if request.on_cancel is not None:
-                    request.on_cancel()
+                request.cancel()
         else:
             kind, id_ = envelope.get("k"), envelope.get("i")
-            request = Request(self, str(kind), envelope.get("b"), message.take_fds(), id_, envelope.get("w"), envelope.get("p"))
+            request = Request(self, str(kind), envelope.get("b"), message.take_fds(), id_, envelope.get("p"))
             if id_ is not None:
                 self._serving[id_] = request
             try:
@@ -432,10 +466,9 @@ class Link:
         with self._guard:
             self._gone = error
             open_, self._pending = self._pending, {}
+            self._unwanted.clear()
         for request in list(self._serving.values()):
-            request.cancelled = True
-            if request.on_cancel is not None:
-                request.on_cancel()
+            request.cancel()
         self._serving.clear()
         for pending in open_.values():
             # One each: raising adds frames to an exception, and with them everything that they refer to.
@@ -444,9 +477,8 @@ class Link:
             self._socket.close()
 
 
-
-def _settle(pending: tuple[Future[Message], Callable[[Outcome], Outcome]], result: Outcome) -> None:
-    future, outcome = pending
+def _settle(pending: Pending, result: Outcome) -> None:
+    future, outcome, unwanted = pending
     try:
         result = outcome(result)
     except Exception as error:
@@ -456,3 +488,5 @@ def _settle(pending: tuple[Future[Message], Callable[[Outcome], Outcome]], resul
             future.set_exception(result)
         else:
             future.set_result(result)
+    elif isinstance(result, Message):
+        unwanted(result)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from . import describe, nodecall, progress, standin
+from . import describe, failures, nodecall, progress, standin
 from .handles import HandleTable
-from .link import Request
+from .link import Message, Request
 from .nodecall import Call, Nodes
 from .shared import SharedPool
 from .values import Codec
@@ -43,8 +43,7 @@ class NodeServer:
         link.on("values", lambda r: self.codec.receive(r.body))
         link.on("drop", lambda r: self.nodes.drop(r.body))
         link.on("forget", lambda r: self.nodes.forget(r.body))
-        for kind, function in (("ask", self._ask), ("inputs", self._inputs), ("on_prompt", self._on_prompt), ("http", self._http)):
-            link.on(kind, functools.partial(self._aside, function))
+        context.unwanted = lambda r: self._discard(r.body["values"], r) if r.kind == "node" else None
 
     def install(self) -> None:
         """Be where core nodes and packs look for the server and for progress bars. After torch, before any node."""
@@ -69,6 +68,9 @@ class NodeServer:
                 ready.set()
         self.service.submit(serve())
         ready.wait(10)
+        # Not before: what comes earlier waits until there are nodes to ask.
+        for kind, function in (("ask", self._ask), ("inputs", self._inputs), ("on_prompt", self._on_prompt), ("http", self._http)):
+            self._link.on(kind, functools.partial(self._aside, function))
         return {"packs": packs, "routes": routes, "prompt_handlers": len(self.server.on_prompt_handlers),
                 "replacements": self.server.node_replace_manager.registered}
 
@@ -76,18 +78,22 @@ class NodeServer:
 
     def tell(self, kind: str, value: Any) -> None:
         """Send without an answer. Any thread. Raises LinkClosed, which is a ConnectionError."""
-        packet = self.codec.encode(value)
-        self._link.notify(kind, packet.body, packet.fds)
+        with self.codec.encode(value) as packet:
+            self._link.notify(kind, packet.body, packet.fds)
 
     def ask(self, kind: str, value: Any) -> Any:
         """Ask and wait, at most `QUEUE_SECONDS`. Any thread."""
-        packet = self.codec.encode(value)
-        future = self._link.request(kind, packet.body, packet.fds, timeout=QUEUE_SECONDS, within=self._context.serving())
-        on_execution = threading.current_thread() is threading.main_thread() and self._context.serving() is not None
+        with self.codec.encode(value) as packet:
+            future = self._link.request(kind, packet.body, packet.fds, timeout=QUEUE_SECONDS,
+                                        unwanted=lambda answer: self._discard(answer.body, answer))
+        on_execution = threading.current_thread() is threading.main_thread() and self._context.serving
         answer = self._context.wait(future) if on_execution else future.result()
         return self.codec.decode(answer.body, answer.take_fds())
 
     # for the host
+
+    def _discard(self, body: Any, message: Message) -> None:
+        self.codec.discard(body, message.take_fds())
 
     def _aside(self, function: Callable[[Request], Coroutine[Any, Any, None]], request: Request) -> None:
         self.service.submit(_answer(request, function))
@@ -97,6 +103,8 @@ class NodeServer:
         values = self.codec.decode(request.body["values"], request.take_fds())
         self.server.client_id, self.server.last_prompt_id, self.server.last_node_id = call.client, call.prompt, call.id
         request.on_cancel = lambda: self._context.interrupt(request.prompt)
+        if request.cancelled:       # before it was told whom to tell
+            raise failures.interrupted()
         work = self._run(request, call, values)
         if self.nodes.suspends(call, values):
             return work
@@ -114,18 +122,14 @@ class NodeServer:
         request.reply()
 
     async def _run(self, request: Request, call: Call, values: dict[str, Any]) -> None:
-        packet = self.codec.encode(await self.nodes.run(call, values))
-        try:
+        with self.codec.encode(await self.nodes.run(call, values)) as packet:
             request.reply(packet.body, packet.fds)
-        except BaseException:
-            packet.cancel()
-            raise
 
     async def _ask(self, request: Request) -> None:
         call = Call.of(request.body["call"])
         values = self.codec.decode(request.body["values"], request.take_fds())
-        packet = self.codec.encode(await self.nodes.ask(call, values))
-        request.reply(packet.body, packet.fds)
+        with self.codec.encode(await self.nodes.ask(call, values)) as packet:
+            request.reply(packet.body, packet.fds)
 
     async def _inputs(self, request: Request) -> None:
         import nodes

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import aiohttp
@@ -23,6 +24,9 @@ class Target(Protocol):
 
     async def http(self, sock: socket.socket) -> None:
         """Give it one end of a new connection; starts the worker if it is not there. The socket stays the caller's to close."""
+
+    def kept(self) -> AbstractContextManager[None]:
+        """The worker is not recycled meanwhile."""
 
 
 class LinkConnector(aiohttp.BaseConnector):
@@ -83,17 +87,27 @@ class Forwarder:
         headers = [(k, v) for k, v in request.headers.items() if k.lower() not in HOP]
         body = request.content if request.body_exists else None
         url = URL(f"http://{request.host or 'worker'}{raw}", encoded=True)
-        async with self.session().request(request.method, url, headers=headers, data=body, allow_redirects=False) as answer:
+        with self._target.kept():
+            return await self._answer(request, self.session().request(request.method, url, headers=headers, data=body, allow_redirects=False))
+
+    async def _answer(self, request: web.Request, asking: Any) -> web.StreamResponse:
+        async with asking as answer:
             response = web.StreamResponse(status=answer.status, reason=answer.reason)
             for name, value in answer.headers.items():
                 if name.lower() not in HOP:
                     response.headers.add(name, value)
             response.content_length = answer.content_length
             await response.prepare(request)
-            if request.method != "HEAD":
-                async for chunk in answer.content.iter_any():
-                    await response.write(chunk)
-            await response.write_eof()
+            try:
+                if request.method != "HEAD":
+                    async for chunk in answer.content.iter_any():
+                        await response.write(chunk)
+                await response.write_eof()
+            except (aiohttp.ClientError, OSError) as error:
+                # Half of it has gone: only the end of the connection says that the rest is missing.
+                logging.warning("%s %s: the answer of worker %s has broken off: %s", request.method, request.path, self._target.name, error)
+                if request.transport is not None:
+                    request.transport.abort()
             return response
 
     async def _websocket(self, request: web.Request, raw: str) -> web.StreamResponse:

@@ -407,10 +407,15 @@ class Attachments:
         if mapping is None or mapping.size != size:
             try:
                 mapping = Mapping(name, size, fd, self._private)
+            except SharedMemoryError:
+                raise
             except (OSError, ValueError) as error:
-                raise error if isinstance(error, SharedMemoryError) else SharedMemoryError(f"segment {name} cannot be mapped: {error}") from error
+                raise SharedMemoryError(f"segment {name} cannot be mapped: {error}") from error
         if fd is not None and size >= FORWARD_FROM and not self._private:
-            mapping.descriptor = Descriptor(os.dup(fd))
+            try:
+                mapping.descriptor = Descriptor(os.dup(fd))
+            except OSError:
+                pass    # no more files: it is passed on as a copy
         self._pool._enter(mapping)
         return mapping
 

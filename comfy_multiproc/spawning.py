@@ -11,8 +11,10 @@ import multiprocessing.process
 import multiprocessing.reduction
 import multiprocessing.resource_tracker
 import multiprocessing.spawn
+import multiprocessing.util
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -57,9 +59,24 @@ def start(target: Callable[..., None], args: Sequence[Any], *, name: str, path: 
     additions = dict(environment or {})
     if python is not None:
         additions["PYTHONPATH"] = os.pathsep.join(path)
-    with _starting, _preparation(None if python else list(path), python), _environment(additions), _no_interrupt():
+        if os.name == "nt" and (base := base_of(python)) is not None:
+            # Its own is a launcher, and the worker would be the launcher's child.
+            additions["__PYVENV_LAUNCHER__"], python = os.fspath(python), base
+    with _starting, _preparation(None if python else list(path), python, additions), _environment(additions if os.name == "nt" else {}), \
+            _no_interrupt():
         process.start()
     return process
+
+
+def base_of(python: Path) -> Path | None:
+    """The Python that the virtual environment of `python` was made with; None where that is no virtual environment."""
+    try:
+        lines = (python.parent.parent / "pyvenv.cfg").read_text("utf-8").splitlines()
+    except (OSError, ValueError):
+        return None
+    home = next((value.strip() for key, _, value in (line.partition("=") for line in lines) if key.strip().lower() == "home"), None)
+    base = Path(home) / python.name if home else None
+    return base if base is not None and base.is_file() else None
 
 
 class Inherited:
@@ -84,11 +101,13 @@ class Inherited:
 
 
 @contextmanager
-def _preparation(path: list[str] | None, python: Path | None) -> Iterator[None]:
+def _preparation(path: list[str] | None, python: Path | None, additions: Mapping[str, str | None]) -> Iterator[None]:
     """What `multiprocessing.spawn` answers while it starts a process on this thread; other threads get its own answers."""
     module: Any = multiprocessing.spawn
+    util: Any = multiprocessing.util
     here = threading.get_ident()
     own_data, own_python, own_line = module.get_preparation_data, module.get_executable, module.get_command_line
+    own_spawn: Any = getattr(util, "spawnv_passfds", None)
 
     def get_preparation_data(name: str) -> dict[str, Any]:
         if threading.get_ident() != here:
@@ -106,23 +125,36 @@ def _preparation(path: list[str] | None, python: Path | None) -> Iterator[None]:
         return data
 
     def get_executable() -> Any:
-        return os.fsencode(python) if python and threading.get_ident() == here and os.name == "posix" else own_python()
+        if python is None or threading.get_ident() != here:
+            return own_python()
+        return os.fsencode(python) if os.name == "posix" else os.fspath(python)
 
     def get_command_line(**kwds: Any) -> list[Any]:
         line = own_line(**kwds)
         return [os.fspath(python), *line[1:]] if python and threading.get_ident() == here else line
 
+    def spawnv_passfds(path: Any, args: Any, passfds: Any) -> int:
+        if threading.get_ident() != here:
+            return own_spawn(path, args, passfds)
+        # With an environment of its own: what other threads start at this moment is not the worker's.
+        environment = {key: value for key, value in {**os.environ, **additions}.items() if value is not None}
+        process = subprocess.Popen(args, executable=path, env=environment, pass_fds=passfds)
+        process.returncode = 0      # it is multiprocessing that waits for it
+        return process.pid
+
+    util.spawnv_passfds = spawnv_passfds
     module.get_preparation_data = get_preparation_data
     module.get_executable, module.get_command_line = get_executable, get_command_line
     try:
         yield
     finally:
         module.get_preparation_data, module.get_executable, module.get_command_line = own_data, own_python, own_line
+        util.spawnv_passfds = own_spawn
 
 
 @contextmanager
 def _environment(additions: Mapping[str, str | None]) -> Iterator[None]:
-    """The environment of a spawned process is that of this one at the moment, and the loader reads it before any code runs."""
+    """Where a process cannot be given an environment: that of this one at the moment. The loader reads it before any code runs."""
     before = {key: os.environ.get(key) for key in additions}
     try:
         _set(additions)

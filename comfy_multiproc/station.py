@@ -6,18 +6,20 @@ import asyncio
 import base64
 import logging
 import os
+import queue
 import secrets
 import socket
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 from . import link, progress, standin
 from .handles import Handle, HandleTable
 from .host import Spec, State, Worker
-from .link import Link, LinkClosed, Message, Request
+from .link import Link, LinkClosed, LinkError, Message, Request
 from .nodecall import Call, unpacked
 from .pack import Pack
 from .shared import SharedPool
@@ -28,6 +30,10 @@ ANSWER = 0.5        # seconds for what the page waits for and that can do withou
 PROMPT_HANDLER = 30.0
 
 _host: tuple[HandleTable, SharedPool] | None = None
+
+_gone: queue.SimpleQueue[tuple[PackStation, str, int]] = queue.SimpleQueue()
+"""What workers need not remember any more. Finalizers put it here: they run at any point of any thread, even inside a lock of a link."""
+_teller: threading.Thread | None = None
 
 
 def of_host() -> tuple[HandleTable, SharedPool]:
@@ -45,16 +51,17 @@ class PackStation:
         self.packs = list(packs)
         self.lost_handles = False       # objects that were in its process are gone since the last look
         self._lock = threading.Lock()
-        self._codec: tuple[Link, Codec] | None = None
+        self._codecs: dict[Link, Codec] = {}        # more than one while a process is still ending and the next one is there
         self.worker = Worker(spec_of(name, packs))
-        self.worker.pins = lambda: self._codec[1].held if self._codec is not None else 0
+        self.worker.pins = lambda: sum(codec.held for codec in list(self._codecs.values()))
         self.worker.on_end = self._ended
         on = self.worker.on
-        on("values", lambda r: self._codec_of(r._link).receive(r.body))
+        on("values", lambda r: self._codec_of(r.link).receive(r.body))
         on("progress", lambda r: progress.show(self._value(r)))
         on("send", lambda r: progress.send(self._value(r)))
         on("queue_updated", lambda r: progress.queue_updated())
         on("queue", self._queue)
+        _start_teller()
 
     @property
     def name(self) -> str:
@@ -73,28 +80,27 @@ class PackStation:
         return self.worker.state in (State.IDLE, State.BUSY)
 
     def owns(self, handle: Handle) -> bool:
-        current = self._codec
-        return current is not None and handle._route is current[1]
+        return handle._route in self._codecs.values()
 
     def send(self, call: Call, values: dict[str, Any], aside: bool = False) -> Future[Any]:
-        self.worker.start()
-        to = self.worker.link
-        if to is None:
-            raise LinkClosed(f"worker {self.name} has ended before the call; run it again")
-        codec = self._codec_of(to)
-        packet = codec.encode(values)
-        try:
-            sent = self.worker.call("ask" if aside else "node", {"call": call.data(), "values": packet.body}, packet.fds,
-                                    prompt=call.prompt or None, label=f"node {call.id} ({call.node})" if call.id else call.node)
-        except BaseException:
-            packet.cancel()
-            raise
+        with self.worker.kept():
+            self.worker.start()
+            to = self.worker.link
+            if to is None:
+                raise LinkClosed(f"worker {self.name} has ended before the call; run it again")
+            codec = self._codec_of(to)
+
+            def discard(message: Message) -> None:
+                codec.discard(message.body, message.take_fds())
+            with codec.encode(values) as packet:
+                sent = self.worker.call("ask" if aside else "node", {"call": call.data(), "values": packet.body}, packet.fds, over=to, unwanted=discard,
+                                        prompt=call.prompt or None, label=f"node {call.id} ({call.node})" if call.id else call.node)
         result: Future[Any] = Future()
 
         def answered(answer: Future[Message]) -> None:
             if not result.set_running_or_notify_cancel():
                 if not answer.cancelled() and answer.exception() is None:
-                    codec.discard(answer.result().body, answer.result().take_fds())
+                    discard(answer.result())
                 return
             try:
                 message = answer.result()
@@ -106,11 +112,11 @@ class PackStation:
         return result
 
     def drop(self, instance: int) -> None:
-        self._notify("drop", instance)
+        _gone.put((self, "drop", instance))
 
     def forget(self, recipe: int) -> None:
-        """Nothing needs what the worker made from that recipe."""
-        self._notify("forget", recipe)
+        """Nothing needs what the worker made from that recipe. Any thread, also a finalizer's."""
+        _gone.put((self, "forget", recipe))
 
     def prompt_ended(self, prompt: str) -> None:
         self._notify("prompt_end", prompt)
@@ -151,39 +157,61 @@ class PackStation:
             shared = sock.share(self.worker.pid or 0)      # type: ignore[attr-defined, unused-ignore]
             await asyncio.wrap_future(to.request("http", {"share": base64.b64encode(shared).decode()}))
 
+    def kept(self) -> AbstractContextManager[None]:
+        """See `routes.Target.kept`."""
+        return self.worker.kept()
+
     # the link
 
     def _codec_of(self, to: Link) -> Codec:
         with self._lock:
-            if self._codec is None or self._codec[0] is not to:
+            codec = self._codecs.get(to)
+            if codec is None:
                 handles, pool = of_host()
-                self._codec = to, Codec(handles, pool, lambda notice: to.notify("values", notice), private=False)
-            return self._codec[1]
+                codec = Codec(handles, pool, lambda notice: to.notify("values", notice), private=False)
+                if to.closed:
+                    codec.close()       # nobody else would; what is sent with it fails
+                else:
+                    self._codecs[to] = codec
+            return codec
 
     def _ended(self, worker: Worker, error: BaseException) -> None:
         with self._lock:
-            ended = self._codec
-            if ended is None or not ended[0].closed:
-                return
-            self._codec = None
-            self.lost_handles = self.lost_handles or ended[1].held > 0
-        ended[1].close(str(error).partition("\n")[0])
+            ended = [self._codecs.pop(link) for link in list(self._codecs) if link.closed]
+            self.lost_handles = self.lost_handles or any(codec.held for codec in ended)
+        for codec in ended:
+            codec.close(str(error).partition("\n")[0])
 
     def _value(self, request: Request) -> Any:
-        return self._codec_of(request._link).decode(request.body, request.take_fds())
+        return self._codec_of(request.link).decode(request.body, request.take_fds())
 
     def _queue(self, request: Request) -> None:
         server = progress.server_instance()
-        packet = self._codec_of(request._link).encode(progress.queue_call(server, standin.QUEUE_METHODS, self._value(request)))
-        request.reply(packet.body, packet.fds)
+        answer = progress.queue_call(server, standin.QUEUE_METHODS, self._value(request))
+        with self._codec_of(request.link).encode(answer) as packet:
+            request.reply(packet.body, packet.fds)
 
     def _notify(self, kind: str, body: Any) -> None:
         to = self.worker.link
         if to is not None:
             try:
                 to.notify(kind, body)
-            except (LinkClosed, OSError):
+            except (LinkClosed, LinkError):
                 pass    # the worker has ended, and what it remembered with it
+
+
+def _start_teller() -> None:
+    global _teller
+    if _teller is None or not _teller.is_alive():
+        _teller = threading.Thread(target=_tell_gone, name="comfy_multiproc: gone", daemon=True)
+        _teller.start()
+
+
+def _tell_gone() -> None:
+    while True:
+        station, kind, number = _gone.get()
+        station._notify(kind, number)
+        del station
 
 
 def packs_data(packs: Sequence[Pack]) -> tuple[dict[str, Any], ...]:

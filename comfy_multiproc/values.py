@@ -46,7 +46,10 @@ class TransferError(RuntimeError):
 
 
 class Packet:
-    """An encoded value. `fds` go with the message that carries `body`; they stay open as long as the packet is referenced."""
+    """An encoded value. `fds` go with the message that carries `body`; they stay open as long as the packet is referenced.
+
+    In a ``with`` statement whose body sends it: what goes wrong there takes it back.
+    """
 
     __slots__ = ("_codec", "_files", "_lent", "_number", "body")
 
@@ -57,6 +60,13 @@ class Packet:
     @property
     def fds(self) -> list[int]:
         return [file.fileno() for file in self._files]
+
+    def __enter__(self) -> Packet:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.cancel()
 
     def cancel(self) -> None:
         """The message was never sent."""
@@ -211,7 +221,7 @@ class Codec:
                 what.watchers.append(self._given_up)
 
     def _given_up(self, name: str) -> None:
-        self._events.put(("given_up", name))
+        _tell(self._events, self._over, "given_up", name)
 
     def _take_back(self, body: dict[str, Any], lent: Sequence[str], number: int | None) -> None:
         self._returned({name: lent.count(name) for name in lent})
@@ -227,9 +237,17 @@ class Codec:
         """The value of a message. Closes the descriptors. Raises TransferError, SharedMemoryError."""
         arrays: list[Any] = []
         taken: list[str] = []
+        resolved: set[int] = set()
+        read = False
+
+        def resolve(spec: dict[str, Any]) -> Any:
+            found = self._resolve(spec)
+            resolved.add(id(spec))
+            return found
         try:
             self._attach(body.get("s", ()), fds, arrays, taken)
-            value = Decoder(tensors.Reader(arrays, self._device), self._resolve).value(body["v"])
+            value = Decoder(tensors.Reader(arrays, self._device), resolve).value(body["v"])
+            read = True
         except gpu.CannotShare as error:
             raise TransferError(f"a tensor on a card could not be taken over from the other process: {error}. From now on such tensors are "
                                 "copied through host memory; run it again") from error
@@ -238,11 +256,29 @@ class Codec:
         finally:
             for fd in fds:
                 os.close(fd)
+            if not read:
+                self._decline(body, len(arrays), resolved)
             if taken:
                 self._detach(arrays, taken)
         if "n" in body:
             self._say("resolved", body["n"])
         return value
+
+    def _decline(self, body: Any, attached: int, resolved: set[int]) -> None:
+        """A message could not be read: its sender need not keep for us what we have not got to."""
+        try:
+            for group in body.get("s", ())[attached:]:
+                if isinstance(group, dict):
+                    self._say("taken", str(group["name"]))
+                elif isinstance(group, list) and group[2] is not None:
+                    self._say("returned", str(group[0]))
+            for owner, id_ in handed_out(body.get("v"), resolved):
+                self._start()
+                self._events.put(("released", owner, id_, [1]))
+            if "n" in body:
+                self._say("resolved", body["n"])
+        except (AttributeError, KeyError, IndexError, TypeError):
+            pass    # not even that much can be read
 
     def discard(self, body: Any, fds: Sequence[int] = ()) -> None:
         """Let go of a message whose value nobody wants."""
@@ -413,8 +449,10 @@ class Codec:
             # Before the sender hears of it: the next value may be in the same segment.
             self._attachments.recycle(mapping, bool(kept))
             if kept is not None:
-                returned = notice.setdefault("returned", {})
-                returned[mapping.name] = returned.get(mapping.name, 0) + 1
+                self._note(notice, ("returned", mapping.name))
+        elif kind == "returned":
+            returned = notice.setdefault("returned", {})
+            returned[event[1]] = returned.get(event[1], 0) + 1
         elif kind == "released":
             _, owner, id_, held = event
             notice.setdefault("released", []).append([owner, id_, held[0]])

@@ -26,6 +26,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
+from concurrent import futures
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -61,7 +62,7 @@ class Context:
         self._number = 0
         self._cancelled: OrderedDict[str, None] = OrderedDict()
         self._resets: list[Callable[[], None]] = []
-        self._nested: list[tuple[int, queue.SimpleQueue[Any]]] = []
+        self.unwanted: Callable[[Request], None] = lambda request: None     # gets a request that is not done, because nobody waits for it
         self._tasks: set[asyncio.Task[None]] = set()
         self._in_loop = False
         self._stopping = False
@@ -83,36 +84,18 @@ class Context:
         """Have `function` called, on the execution thread, when what this process remembers is to be dropped."""
         self._resets.append(function)
 
-    def wait(self, future: Future[Message], timeout: float | None = None) -> Message:
-        """On the execution thread: wait for the answer to a request of this worker. Meanwhile memory is given back to other
-        processes, and what the host asks for in order to answer is done. Raises what the future holds, and TimeoutError."""
+    def wait(self, future: Future[Message]) -> Message:
+        """On the execution thread: wait for the answer to a request of this worker, which has a bound of its own. Meanwhile memory is
+        given back to other processes. Raises what the future holds."""
         from comfy.process_memory import moments
-        inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        number = getattr(future, "link_id", 0)
-        until = None if timeout is None else time.monotonic() + timeout
-        self._take_nested(number, inbox)
-        future.add_done_callback(lambda _: inbox.put(None))
-        try:
-            while not future.done():
-                left = 0.2 if until is None else min(0.2, until - time.monotonic())
-                if left <= 0:
-                    future.cancel()
-                    raise TimeoutError(f"the host has not answered within {timeout:g} s")
-                try:
-                    request = inbox.get(timeout=left)
-                except queue.Empty:
-                    request = None
-                moments.before_node()
-                if request is not None:
-                    self._run(request)
-            return future.result()
-        finally:
-            with self._lock:
-                self._nested.remove((number, inbox))
+        while not futures.wait([future], 0.2).done:
+            moments.before_node()
+        return future.result()
 
-    def serving(self) -> int | None:
-        """The id of the host's request that runs now, for requests that are part of it."""
-        return next(reversed(self._running.values())).id if self._running else None
+    @property
+    def serving(self) -> bool:
+        """Whether a request of the host runs now."""
+        return bool(self._running)
 
     def cancelled(self, prompt: str | None) -> bool:
         """Whether that prompt was interrupted; any thread."""
@@ -144,8 +127,7 @@ class Context:
 
     def soon(self, function: Callable[..., Any], *args: Any) -> None:
         """Have ``function(*args)`` called on the execution thread between two jobs. Any thread."""
-        with self._lock:
-            self._queue.put(partial(function, *args) if args else function)
+        self._queue.put(partial(function, *args) if args else function)
         self._call_loop()
 
     def stop(self) -> None:
@@ -162,28 +144,14 @@ class Context:
                 pass    # it has been closed: this process ends
 
     def _post(self, request: Request) -> None:
-        with self._lock:
-            # A request that the host makes in order to answer ours cannot wait until ours is answered.
-            inbox = next((i for number, i in reversed(self._nested) if number == request.within), None) if self._nested else None
-            (inbox or self._queue).put(request)
-        if inbox is None:
-            self._call_loop()
-
-    def _take_nested(self, number: int, inbox: queue.SimpleQueue[Any]) -> None:
-        """Have what belongs to our request `number` put into `inbox`, also what was faster than we are."""
-        with self._lock:
-            self._nested.append((number, inbox))
-            for _ in range(self._queue.qsize()):
-                item = self._queue.get_nowait()
-                if isinstance(item, Request) and item.within == number:
-                    inbox.put(item)
-                else:
-                    self._queue.put(item)
+        self._queue.put(request)
+        self._call_loop()
 
     def _run(self, request: Request) -> None:
         number = self._begin(request)
         try:
-            if self.cancelled(request.prompt):
+            if request.cancelled or self.cancelled(request.prompt):
+                self.unwanted(request)
                 raise failures.interrupted()
             job = self._jobs.get(request.kind) or self.link.handler(request.kind)
             result = job(request)
@@ -260,6 +228,7 @@ class Context:
                     self._run(item)
                 elif item is not None:
                     self._do(item)
+                del item    # it would keep what it refers to until the next one comes
 
     def _do(self, function: Callable[[], Any]) -> None:
         try:
@@ -338,7 +307,7 @@ def main(text: str, sock: socket.socket, output: spawning.Inherited) -> None:
     else:
         _tell(link, "ready", body)
         context.run()
-    _leave()
+    _leave(state)
 
 
 def start(context: Context) -> Any:
@@ -408,14 +377,18 @@ def end_now(state: dict[str, Any]) -> None:
 def _host_gone(state: dict[str, Any], why: str) -> BaseException:
     if os.getpid() != state["pid"]:
         return LinkClosed("a process that was forked from a worker has no link to the host")
-    def end() -> None:
-        time.sleep(state["grace"])
-        end_now(state)
     # The host has closed the link, to be done with this worker or because it has become another program.
     if current is not None:
         current.stop()
-    threading.Thread(target=end, daemon=True, name="comfy_multiproc: end").start()
+    _end_later(state)
     return LinkClosed(f"the host is gone: {why}")
+
+
+def _end_later(state: dict[str, Any]) -> None:
+    def end() -> None:
+        time.sleep(state["grace"])
+        end_now(state)
+    threading.Thread(target=end, daemon=True, name="comfy_multiproc: end").start()
 
 
 def _tell(link: Link, kind: str, body: Any) -> None:
@@ -425,7 +398,8 @@ def _tell(link: Link, kind: str, body: Any) -> None:
         pass
 
 
-def _leave() -> None:
+def _leave(state: dict[str, Any]) -> None:
+    _end_later(state)       # what packs have registered may hang
     runtime = sys.modules.get("comfy_multiproc.runtime")
     if runtime is not None:
         runtime.stop()

@@ -72,6 +72,47 @@ def peers():
     return [entry.provider.name for entry in registry.entries]
 
 
+def begin_pack(path):
+    """A station of the pack at `path`, whose worker has been told to start."""
+    from comfy_multiproc.pack import Pack
+    from comfy_multiproc.station import PackStation
+    stations["pack"] = PackStation("pack", [Pack("pack", pathlib.Path(path), True, "the test")])
+    stations["pack"].worker.start()
+
+
+def send(method, instance=None, aside=False, prompt="", **inputs):
+    """Make a call of the pack's node; `result` waits for it."""
+    from comfy_multiproc.nodecall import Call
+    values = {name: blank() if value == "blank" else value for name, value in inputs.items()}
+    call = Call("FromPack", method, instance, prompt=prompt, executes=instance is not None, id="1" if prompt else "")
+    sent.append(stations["pack"].send(call, {"inputs": values}, aside))
+
+
+def result():
+    try:
+        return sent.pop(0).result(SECONDS)
+    except BaseException as error:
+        return type(error).__name__
+
+
+def blank():
+    import torch
+    return torch.zeros(MIB)
+
+
+def interrupt(prompt):
+    from comfy_multiproc import host
+    host.interrupt(prompt)
+
+
+def lent():
+    from comfy_multiproc import station
+    return station.of_host()[1].usage().lent
+
+
+stations, sent = {}, []
+
+
 def pid():
     return workers["zoo"].pid
 
@@ -150,3 +191,50 @@ def test_a_worker_is_a_peer_and_what_it_held_is_free_when_it_is_gone(host, card)
     until(lambda: card.read().free == 128 * MIB)
     until(lambda: process.call("peers") == [])
     assert process.call("ask", kind="about")["pid"] != worker
+
+
+PACK = """
+import os, time
+here = os.path.dirname(__file__)
+open(os.path.join(here, "began"), "w").close()
+while not os.path.exists(os.path.join(here, "go")):
+    time.sleep(0.01)
+
+class FromPack:
+    FUNCTION, RETURN_TYPES = "run", ("INT",)
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"image": ("IMAGE",)}}
+
+    @classmethod
+    def VALIDATE_INPUTS(cls):
+        return "asked"
+
+    def run(self, image):
+        open(os.path.join(here, "runs"), "w").close()
+        while not os.path.exists(os.path.join(here, "end")):
+            time.sleep(0.01)
+        return (1,)
+
+NODE_CLASS_MAPPINGS = {"FromPack": FromPack}
+"""
+
+
+def test_questions_wait_for_the_packs_and_what_an_interrupted_prompt_has_sent_comes_back(spawn, tmp_path):
+    process = spawn()
+    (tmp_path / "__init__.py").write_text(PACK)
+    process.call("begin_pack", path=str(tmp_path), timeout=SECONDS)
+    until((tmp_path / "began").exists)
+    process.call("send", method="VALIDATE_INPUTS", aside=True)      # the nodes are not there yet
+    (tmp_path / "go").touch()
+    assert process.call("result", timeout=SECONDS) == "asked"
+    for instance in (1, 2):
+        process.call("send", method="run", instance=instance, prompt="one", image="blank")
+    until((tmp_path / "runs").exists)
+    assert process.call("lent") > 0
+    process.call("interrupt", prompt="one")
+    (tmp_path / "end").touch()
+    assert [process.call("result", timeout=SECONDS) for _ in range(2)] == ["InterruptProcessingException"] * 2
+    until(lambda: process.call("lent") == 0)        # also of the call that had not begun
+    process.call("stop")

@@ -1,9 +1,18 @@
 """Where a node's call is made, by what its inputs are."""
 
+import asyncio
+import sys
+import threading
+import types
+from concurrent.futures import Future
+
+import comfy
 import pytest
 
-from comfy_multiproc.calls import Calls, core, drop_lost
+from comfy_multiproc.calls import Calls, answered, core, drop_lost, sent
 from comfy_multiproc.handles import Handle, HandleLost
+
+SECONDS = 30.0
 
 
 class Station:
@@ -88,3 +97,37 @@ def test_results_that_are_lost_leave_the_cache_and_the_others_stay():
     cache.subcaches["inner"] = Cache(bad=Entry([{"deep": (lost,)}]))
     assert drop_lost(cache) == 2
     assert set(cache.cache) == {"good", "empty"} and not cache.subcaches["inner"].cache
+
+
+def test_an_interrupt_that_came_before_the_worker_had_the_call_cancels_it(monkeypatch):
+    class Interrupted(BaseException):
+        pass
+    manager = types.SimpleNamespace(processing_interrupted=lambda: True, InterruptProcessingException=Interrupted)
+    monkeypatch.setitem(sys.modules, "comfy.model_management", manager)
+    monkeypatch.setattr(comfy, "model_management", manager, raising=False)
+    call = Future()
+    with pytest.raises(Interrupted):
+        asyncio.run(asyncio.wait_for(answered(call), SECONDS))
+    assert call.cancelled()
+
+
+def test_a_call_that_nobody_waits_for_when_its_worker_has_started_is_cancelled():
+    began, go, call = threading.Event(), threading.Event(), Future()
+
+    class Starting(Station):
+        def running(self):
+            return False
+
+        def send(self, *args):
+            began.set()
+            assert go.wait(SECONDS)
+            return call
+
+    async def prompt():
+        task = asyncio.create_task(sent(Starting("first"), None, {}))
+        await asyncio.get_running_loop().run_in_executor(None, began.wait, SECONDS)
+        task.cancel()
+        await asyncio.wait([task])
+        go.set()
+    asyncio.run(prompt())       # waits for its threads
+    assert call.cancelled()

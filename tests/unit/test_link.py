@@ -167,6 +167,35 @@ def test_cancelling_tells_the_other_end(ends):
     assert body_of(ends.host.request("echo", 1)) == 1
 
 
+@pytest.mark.parametrize("timeout", [None, 0.01])
+def test_an_answer_that_comes_too_late_is_handed_to_whoever_can_put_it_away(ends, timeout):
+    begun: list[Request] = []
+    got: list[Message] = []
+    ends.worker.on("slow", begun.append)
+    future = ends.host.request("slow", timeout=timeout, unwanted=got.append)
+    if timeout is None:
+        assert body_of(ends.host.request("echo")) is None
+        future.cancel()
+    else:
+        assert future.exception(SECONDS) is not None
+    read, write = os.pipe()
+    begun[0].reply("too late", [write])
+    assert body_of(ends.worker.request("echo")) is None
+    assert [(message.body, len(message.fds)) for message in got] == [("too late", 1)]
+    got.clear()
+    os.close(read)
+    os.close(write)
+
+
+def test_a_descriptor_that_is_closed_is_an_error_and_the_link_goes_on(ends):
+    read, write = os.pipe()
+    os.close(read)
+    os.close(write)
+    with pytest.raises(LinkError, match="cannot be sent"):
+        ends.host.request("echo", None, [write])
+    assert body_of(ends.host.request("echo", 1)) == 1
+
+
 def test_the_end_of_a_peer_fails_what_is_open_each_with_an_exception_of_its_own():
     ours, theirs = pair()
     end = Link(ours, lost=lambda why: ValueError(f"gone: {why}")).start()

@@ -20,7 +20,7 @@ from comfy_multiproc.handles import Handle, HandleTable
 from comfy_multiproc.shared import SharedPool
 from comfy_multiproc.values import TransferError
 from tests.unit.providers import until
-from tests.unit.value_peer import Pair, Peer
+from tests.unit.value_peer import Pair, Peer, over_the_wire
 
 MIB = 1 << 20
 
@@ -312,6 +312,18 @@ def test_a_message_that_is_not_sent_or_not_wanted_keeps_nothing(pair):
     packet = pair.host.encode([thing, torch.ones(MIB)])
     pair.worker.discard(packet.body, [os.dup(fd) for fd in packet.fds])
     pair.until(lambda: pair.host.pool.usage().lent == 0 and pair.host.handles.count == 0)
+
+
+@pytest.mark.parametrize(("part", "bad"), [("v", {"$": "of another version"}), ("s", ["a segment that is none", 1 << 40, True])])
+def test_a_message_that_cannot_be_read_keeps_nothing(pair, part, bad):
+    handle = pair.to_host(threading.Event())
+    packet = pair.host.encode([threading.Event(), torch.ones(MIB), handle, threading.Event(), torch.ones(2 * MIB)])
+    body = over_the_wire(packet.body)
+    body[part].insert(1, bad)
+    with pytest.raises((TransferError, shared.SharedMemoryError)):
+        pair.worker.decode(body, [os.dup(fd) for fd in packet.fds])
+    del handle
+    pair.until(lambda: pair.host.pool.usage().lent == 0 and pair.host.handles.count == pair.worker.handles.count == 0)
 
 
 # many and much

@@ -1,6 +1,7 @@
 """Starting, failing, interrupting and ending of workers, with real processes."""
 from __future__ import annotations
 
+import asyncio
 import logging
 import multiprocessing.resource_tracker
 import os
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from comfy_multiproc import boot, failures, headroom, host, link, logs
+from comfy_multiproc import boot, failures, headroom, host, link, logs, spawning
 from tests.unit.workers import SECONDS, host_program, make_tree, read_pids, runs, strays, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -55,7 +56,7 @@ def make(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., 
     host.guard.close()
     until(lambda: not strays(tokens))
     until(lambda: len(os.listdir("/proc/self/fd")) <= files)
-    assert not [t for t in threading.enumerate() if t.name.startswith("comfy_multiproc: worker")]
+    until(lambda: not [t for t in threading.enumerate() if t.name.startswith("comfy_multiproc: worker")])     # whose last step may be to come
 
 
 def ask(worker: host.Worker, kind: str, body: object = None, **options: object) -> object:
@@ -167,6 +168,50 @@ def test_a_pack_that_cannot_be_imported_says_why_and_the_next_start_tries_again(
     assert worker.starts == 2
 
 
+def test_a_call_of_a_worker_that_cannot_start_says_why(make):
+    with pytest.raises(ImportError, match="needs something"):
+        make(environment={"ZOO_BROKEN": "1"}).call("echo").result(SECONDS)
+
+
+def test_a_worker_that_could_not_start_ends_even_if_its_exit_hangs(make):
+    worker = make(environment={"ZOO_BROKEN": "hangs"}, grace=0.5)
+    with pytest.raises(ImportError):
+        worker.start().result(SECONDS)
+    until(lambda: worker.pid is None)
+
+
+def test_whoever_stops_waiting_for_a_start_stops_it_for_nobody_else(make):
+    worker = make()
+
+    async def impatient() -> None:
+        await asyncio.wait_for(asyncio.wrap_future(worker.start()), 0.001)
+    with pytest.raises(TimeoutError):
+        asyncio.run(impatient())
+    assert worker.start().result(SECONDS).body["pid"] == worker.pid
+
+
+def test_what_others_start_meanwhile_is_not_taken_for_the_workers(make, monkeypatch):
+    started: list[str] = []
+    own = subprocess.Popen
+
+    def popen(*args: object, **options: object) -> object:
+        monkeypatch.setattr(subprocess, "Popen", own)
+        started.append(subprocess.run(["env"], capture_output=True, text=True, check=True).stdout)
+        return own(*args, **options)
+    worker = make()
+    host.guard.watch(0, "none", False)      # started first, so that only the worker is
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    assert ask(worker, "about")["environment"][spawning.TOKEN]
+    assert [spawning.TOKEN in text for text in started] == [False]
+
+
+def test_the_python_of_a_virtual_environment_is_found_without_its_launcher(tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "environment"], check=True)
+    base = spawning.base_of(tmp_path / "environment" / "bin" / "python")
+    assert base is not None and os.path.samefile(base, os.path.realpath(sys.executable))
+    assert spawning.base_of(base) is None
+
+
 def test_caches_of_compilers_are_a_workers_own_and_stay_the_same(make, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     variables = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -230,7 +275,7 @@ def test_no_worker_is_started_without_commit_headroom(make, monkeypatch):
 
 @pytest.mark.parametrize(("body", "name", "text"), [
     ("two", "zoo.TwoArguments", "about this"), ("local", "zoo.fail.<locals>.OnlyHere", "nobody else knows it"),
-    ("file", "OSError", "[Errno 28] no space"), ("exit", "SystemExit", "3"), ("chain", "ValueError", "second"),
+    ("file", "OSError", "[Errno 28] no space"), ("frozen", "zoo.Frozen", "it cannot be changed"), ("exit", "SystemExit", "3"), ("chain", "ValueError", "second"),
 ])
 def test_every_exception_arrives_with_its_name_text_and_traceback(make, body, name, text):
     worker = make()
@@ -291,17 +336,6 @@ def test_other_calls_of_a_worker_that_dies_fail_too_and_none_hangs(make):
 # calls
 
 
-def test_a_host_that_has_to_ask_the_worker_before_it_can_answer_it(make):
-    worker = make()
-
-    def question(request: link.Request) -> None:
-        def finish(f: object) -> None:
-            request.reply(f.result().body)
-        worker.call("echo", ["inner", request.body], within=request.id).add_done_callback(finish)
-    worker.on("question", question)
-    assert ask(worker, "ask_back", 5) == ["outer", ["inner", 5]]
-
-
 def test_coroutines_of_one_worker_run_at_the_same_time(make):
     worker = make()
     first, second = worker.call("slow_async", 1), worker.call("slow_async", 2)
@@ -318,6 +352,35 @@ def test_two_workers_run_at_the_same_time(make, tmp_path):
     for worker in workers:
         assert worker.state is host.State.BUSY
         worker.kill()
+
+
+def test_a_call_that_was_cancelled_before_it_began_is_not_made(make, tmp_path):
+    worker = make()
+    first = worker.call("stubborn", {"began": str(tmp_path / "began"), "end": str(tmp_path / "end")}, prompt="one")
+    until((tmp_path / "began").exists)
+    second = worker.call("program", {"began": str(tmp_path / "second")}, prompt="one")
+    assert second.cancel()
+    assert worker.call("freed").result(SECONDS).body is None        # the worker has heard of it
+    (tmp_path / "end").touch()
+    first.result(SECONDS)
+    assert ask(worker, "echo", 1) == 1
+    assert not (tmp_path / "second").exists()
+
+
+def test_a_call_that_was_made_for_another_process_is_refused(make):
+    worker = make()
+    ask(worker, "echo")
+    before = worker.link
+    worker.restart().result(SECONDS)
+    with pytest.raises(link.LinkClosed, match="has ended before the call"):
+        worker.call("echo", over=before)
+    assert worker.call("echo", 1, over=worker.link).result(SECONDS).body == 1
+
+
+def test_what_was_let_go_of_is_free_while_the_worker_is_idle(make):
+    worker = make()
+    ask(worker, "let_go")
+    until(lambda: ask(worker, "freed"))
 
 
 # interrupting
@@ -448,20 +511,24 @@ def test_no_worker_outlives_its_host(tree, tmp_path, end):
         process.communicate()
 
 
-def test_ctrl_c_is_one_clean_stop(tree, tmp_path):
+@pytest.mark.parametrize("threads", [True, False], ids=["as it is", "no thread starts at exit, as since Python 3.12"])
+def test_ctrl_c_is_one_clean_stop(tree, tmp_path, threads):
     """The whole group gets it, twice."""
-    process = host_program(tree, tmp_path, """
-import time
+    process = host_program(tree, tmp_path, f"""
+import atexit, threading, time
+def none(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+atexit.register(lambda: {threads} or setattr(threading.Thread, "start", none))
 workers = [host.Worker(host.Spec(name, entry="zoo", grace=2.0)) for name in ("one", "two")]
 for w in workers:
     w.call("echo").result(30)
-    w.call("steps", {"began": os.path.join(os.getcwd(), w.name)})
-print(*[w.pid for w in workers], flush=True)
+    w.call("steps", {{"began": os.path.join(os.getcwd(), w.name)}})
 try:
+    print(*[w.pid for w in workers], flush=True)
     time.sleep(60)
 except KeyboardInterrupt:
-    print("Stopped server", flush=True)
     try:
+        print("Stopped server", flush=True)
         time.sleep(0.5)
     except KeyboardInterrupt:
         pass
@@ -535,6 +602,15 @@ def test_a_worker_in_use_is_not_idle(make, tmp_path):
     with pytest.raises(BaseException):
         future.result(SECONDS)
     assert worker.starts == 1
+
+
+def test_a_worker_that_is_kept_is_not_idle(make):
+    worker = make(idle_seconds=0.3)
+    with worker.kept():
+        pid = ask(worker, "about")["pid"]
+        time.sleep(1.5)
+        assert worker.pid == pid
+    until(lambda: not runs(pid))
 
 
 def test_a_worker_above_its_ram_limit_is_ended_and_one_that_is_referred_to_only_trimmed(make, caplog):

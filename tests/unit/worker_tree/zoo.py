@@ -1,6 +1,8 @@
 """What the workers of the tests can be asked to do."""
 import asyncio
+import atexit
 import ctypes
+import dataclasses
 import logging
 import multiprocessing
 import os
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 jobs = {}
 
@@ -20,26 +23,35 @@ def job(function):
 
 def load(context):
     if os.environ.get("ZOO_BROKEN"):
+        if os.environ["ZOO_BROKEN"] == "hangs":
+            atexit.register(time.sleep, 1000)
         raise ImportError("the pack needs something that is not there")
     import comfy.model_management
     global management
     management = comfy.model_management
     for name, function in jobs.items():
         context.on_execution(name, lambda request, f=function: answer(request, f))
-    context.on_execution("ask_back", lambda request: ask_back(context, request))
     context.on_execution("slow_async", slow_async)
+    context.on_execution("let_go", lambda request: let_go(context, request))
+    context.link.on("freed", lambda request: request.reply(kept_thing and kept_thing[0]() is None))     # not on the execution thread
     context.on_reset(lambda: None)
     return {"pid": os.getpid(), "packs": context.state["packs"]}
 
 
+kept_thing = None
+
+
+def let_go(context, request):
+    """Hands an object that nobody else has to the execution thread, as the release of a handle does."""
+    global kept_thing
+    thing = TwoArguments(1, 2)
+    kept_thing = [weakref.ref(thing)]
+    context.soon(lambda _: None, thing)
+    request.reply()
+
+
 def answer(request, function):
     request.reply(function(request.body))
-
-
-def ask_back(context, request):
-    """Asks the host, which asks this worker again before it answers."""
-    future = context.link.request("question", request.body, within=context.serving())
-    request.reply(["outer", context.wait(future, 20).body])
 
 
 async def slow_async(request):
@@ -82,6 +94,18 @@ class TwoArguments(Exception):
         self.b = b
 
 
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    text: str
+
+    @property
+    def error_code(self):
+        raise RuntimeError("nor looked into")
+
+    def __str__(self):
+        return self.text
+
+
 @job
 def fail(body):
     if body == "two":
@@ -94,6 +118,8 @@ def fail(body):
         error = OSError(28, "no space")
         error.file = open(os.devnull)
         raise error
+    if body == "frozen":
+        raise Frozen("it cannot be changed")
     if body == "exit":
         sys.exit(3)
     if body == "interrupted":

@@ -1,0 +1,77 @@
+"""Requests that the host forwards to a worker, with the worker's end in this process."""
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from comfy_multiproc.routes import Forwarder
+
+SECONDS = 30.0
+
+
+class Target:
+    """A worker that answers with these bytes and closes the connection."""
+
+    name = "packs"
+
+    def __init__(self, answer: bytes):
+        self._answer = answer
+        self.uses = 0
+
+    async def http(self, sock: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=sock.dup())
+
+        async def serve() -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            assert self.uses == 1
+            writer.write(self._answer)
+            await writer.drain()
+            writer.close()
+        self._task = asyncio.create_task(serve())
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        self.uses += 1
+        try:
+            yield
+        finally:
+            self.uses -= 1
+
+
+async def ask(target: Target) -> tuple[int, bytes]:
+    forwarder = Forwarder(target)
+    app = web.Application()
+    app.router.add_get("/pack", forwarder.handler("/pack"))
+    try:
+        async with TestClient(TestServer(app)) as client:
+            async with client.get("/pack", timeout=aiohttp.ClientTimeout(SECONDS)) as answer:
+                return answer.status, await answer.read()
+    finally:
+        await forwarder.close()
+        assert target.uses == 0
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
+
+
+def test_an_answer_comes_through():
+    assert asyncio.run(ask(Target(HEAD % 4 + b"body"))) == (200, b"body")
+
+
+@pytest.mark.parametrize("answer", [HEAD % 400 + b"half", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n"])
+def test_an_answer_that_breaks_off_does_so_here_too(answer):
+    """Nothing else is appended to it."""
+    with pytest.raises(aiohttp.ClientError):
+        asyncio.run(ask(Target(answer)))
+
+
+def test_a_worker_that_answers_nothing_is_named():
+    status, text = asyncio.run(ask(Target(b"")))
+    assert status == 502 and b"worker packs did not answer" in text
