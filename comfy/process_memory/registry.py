@@ -176,7 +176,9 @@ class Entry:
                 last.count = Count(self, value, 0.0)
         last.at = now
         if seconds > SLOW_COUNT:
-            self._slow += not _crowded()
+            if _crowded():
+                return last.count       # whose doing that was is not to be told
+            self._slow += 1
             if self._slow >= SLOW_COUNTS:
                 self._slow = SLOW_COUNTS - 1
                 self.failed(key[0], f"takes {seconds * 1000:.0f} ms; counting must be answered from local state")
