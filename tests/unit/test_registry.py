@@ -447,6 +447,29 @@ def test_what_a_provider_raises_when_it_is_told_something_is_said(caplog):
     assert "W2 (pid" in caplog.text and "claim raised TypeError" in caplog.text
 
 
+def test_interrupts_come_in_order_and_on_one_thread_however_slow_the_provider_is(caplog):
+    class Slow(Telling):
+        def interrupt(self, prompt_id, value):
+            self.entered.set()
+            self.go.wait(30)
+            self.heard.append(value)
+            if len(self.heard) == 1:
+                raise OSError("the pipe is full")
+    def threads():
+        return [thread for thread in threading.enumerate() if "interrupt" in thread.name]
+    peer = Slow("W2")
+    peer.heard = []
+    register(peer)
+    process_memory.tell_interrupt(True)
+    assert peer.entered.wait(20)
+    for value in (True, False) * 20:
+        process_memory.tell_interrupt(value)
+    assert len(threads()) == 1
+    peer.go.set()
+    until(lambda: not threads())
+    assert peer.heard == [True, *(True, False) * 4] and "the pipe is full" in caplog.text
+
+
 def test_a_provider_that_counts_by_counting_others_waits_for_nobody(monkeypatch):
     monkeypatch.setattr(registry, "COUNT_DEADLINE", 20.0)
 
