@@ -294,26 +294,29 @@ def count(method: str, *args: Any) -> list[Count]:
     key = (method, *args)
     counts: list[Count | None] = []
     calls: list[tuple[int, Entry, _Call]] = []
+    now = time.perf_counter()
     for entry in entries:
         provider = entry.provider
         if entry.failures and not entry.ready:
             counts.append(entry.known(key))
         elif provider.inline_counting:
-            began = time.perf_counter()
             try:
                 value = getattr(provider, method)(*args)
             except Exception as error:
                 entry.failed(method, f"raised {type(error).__name__}: {error}")
                 counts.append(entry.known(key))
+                now = time.perf_counter()
                 continue
-            now = time.perf_counter()
+            began, now = now, time.perf_counter()
             counts.append(entry.counted(key, value, now - began, now))
+            if now - began > SLOW_COUNT:
+                now = time.perf_counter()       # what has become of that is not the next one's doing
         elif entry.asked:
             counts.append(entry.known(key))
         else:
             calls.append((len(counts), entry, entry.start(method, *args)))
             counts.append(None)
-    deadline = time.perf_counter() + COUNT_DEADLINE if calls else 0.0
+    deadline = now + COUNT_DEADLINE
     for index, entry, call in calls:
         came = entry.finish(call, max(0.0, deadline - time.perf_counter()))
         counts[index] = entry.counted(key, call.result, call.seconds, time.perf_counter()) if came else entry.known(key)
