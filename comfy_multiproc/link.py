@@ -37,6 +37,8 @@ MAX_BODY = 256 << 20
 MAX_FDS = 250
 READ_BYTES = 1 << 16
 DONT_WAIT = getattr(socket, "MSG_DONTWAIT", 0)
+GONE = (errno.ENOTCONN, errno.ENOTSOCK)
+"""What a send meets, besides a ConnectionError, where there is no link any more; the second in what a worker has forked."""
 CAN_PASS_FDS = hasattr(socket, "CMSG_SPACE")
 
 
@@ -296,7 +298,7 @@ class Link:
             # Half a frame may have gone: whatever followed would not be understood.
             raise self._stuck() from None
         except OSError as error:
-            if not isinstance(error, ConnectionError) and error.errno != errno.ENOTCONN:
+            if not isinstance(error, ConnectionError) and error.errno not in GONE:
                 # The link lives, so nobody else would tell whoever waits for the answer.
                 if sent == 0:
                     raise LinkError(f"{self._name}: a message cannot be sent: {error.strerror or error}") from error
