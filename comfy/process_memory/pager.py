@@ -6,6 +6,7 @@ leaves what others hold and have claimed, and the reserve, by its own accord.
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from typing import Any
 
@@ -13,21 +14,27 @@ from . import devices, own, registry
 from .figures import STALE, manager
 
 _forwarded: int | None = None
+_refused: Any = None        # the aimdo that did not take it
 
 
 def set_pager_headroom() -> None:
     """Tell the pager what it must leave. Called between nodes and before a load; nothing is told unless it has changed."""
-    global _forwarded
+    global _forwarded, _refused
     if not registry.entries and _forwarded is None:
         return
     mm = manager()
     control = sys.modules.get("comfy_aimdo.control")
-    if control is None or not mm.comfy.memory_management.aimdo_enabled:
+    if control is None or control is _refused or not mm.comfy.memory_management.aimdo_enabled:
         return
     size = max((_others(device) for device in own.all_devices()), default=0)
     wanted = int(mm.extra_reserved_memory() + size)
-    if (size or _forwarded is not None) and wanted != _forwarded and forward(control, wanted, mm.args):
-        _forwarded = wanted
+    if (size or _forwarded is not None) and wanted != _forwarded:
+        try:
+            if forward(control, wanted, mm.args):
+                _forwarded = wanted
+        except Exception as error:      # a version that has it in another way yet: no prompt ends for that
+            _refused = control
+            logging.warning("Process memory: the pager cannot be told what others have been admitted for: %s: %s", type(error).__name__, error)
 
 
 def forward(control: Any, size: int, args: Any) -> bool:

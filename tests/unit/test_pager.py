@@ -91,3 +91,21 @@ def test_the_pager_leaves_what_another_process_has_been_admitted_for(paged):
 def test_alone_nothing_is_set(paged):
     pager.set_pager_headroom()
     assert paged.set["headroom"] == "as at start"
+
+
+def test_a_version_that_takes_it_in_another_way_ends_no_prompt(paged, monkeypatch, caplog):
+    tried = []
+
+    def init(implementation=None, *, simple_vram_headroom=None):
+        tried.append(simple_vram_headroom)
+        raise TypeError("megabytes, please")
+    monkeypatch.setattr(paged, "init", init)
+    peer = Peer(models={"A": 3000 * MIB})
+    peer.claimed = 2000 * MIB
+    registry.register(peer)
+    try:
+        for _ in range(3):
+            pager.set_pager_headroom()
+    finally:
+        registry.unregister(peer)
+    assert len(tried) == len(caplog.records) == 1 and "megabytes" in caplog.text
