@@ -114,8 +114,6 @@ def still_to_come(claimed: int, base: int, now: int) -> int:
     return max(0, claimed - max(0, now - base))
 
 
-
-
 def charged_commitment(usage: DeviceUsage, total: float) -> int:
     """What a process has committed of a card of `total`, offloaded parts included. Where it does not say, its ceiling."""
     if usage.committed is None and usage.resident is None:

@@ -11,8 +11,7 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from . import devices, registry
-from .figures import STALE
-from .provider import ProcessMemoryProvider
+from .figures import STALE, last_words
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -44,7 +43,7 @@ def begin_capture(device: Any) -> None:
     end_capture()   # one that failed where nobody looked: the first provider had been registered in the middle of it
     window = _here.window = ExitStack()
     for entry in registry.entries:
-        if type(entry.provider).exclusive is not ProcessMemoryProvider.exclusive and entry.ready:
+        if registry.overridden(entry, "exclusive") and entry.ready:
             try:
                 window.enter_context(entry.provider.exclusive(place))
             except Exception as error:
@@ -67,8 +66,7 @@ def wait_for_captures(wanted: Iterable[Any]) -> bool:
         return True
     places = [place for device in wanted if (place := devices.key(device)) is not None]
     deadline = time.monotonic() + PATIENCE
-    while any(usage is not None and usage.capturing and age <= STALE and usage.age <= STALE and not entry.gone
-              for place in places for entry, usage, age in registry.count("usage", place)):
+    while any(usage.capturing and usage.age <= STALE for place in places for _, usage in last_words(place)):
         if time.monotonic() >= deadline:
             return False
         time.sleep(0.002)

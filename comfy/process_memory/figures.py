@@ -3,9 +3,11 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from . import arithmetic, devices, registry
+from .provider import DeviceUsage
 
 STALE = 10.0
 """Seconds for which the last word of a provider that does not answer still counts."""
@@ -18,13 +20,18 @@ def manager() -> Any:
     return sys.modules["comfy.model_management"]
 
 
+def last_words(place: str) -> Iterator[tuple[registry.Entry, DeviceUsage]]:
+    """What each process says that it holds under the key `place`, without those that have ended or have been silent for too long."""
+    for entry, usage, age in registry.count("usage", place):
+        if usage is not None and age <= STALE and not entry.gone:
+            yield entry, usage
+
+
 def others(device: Any, place: str) -> int:
     """Bytes of a card that this process must leave to others and that its free figure does not show."""
     whole = devices.whole_card(device)
     size = 0
-    for entry, usage, age in registry.count("usage", place):
-        if usage is None or entry.gone or age > STALE:
-            continue
+    for _, usage in last_words(place):
         size += arithmetic.charged_claim(usage)
         if not whole:
             size += arithmetic.charged_holding(usage, manager().get_total_memory(device))

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from . import devices, own, registry
-from .figures import STALE, manager
+from .figures import last_words, manager
 
 _forwarded: int | None = None
 _refused: Any = None        # the aimdo that did not take it
@@ -58,8 +58,7 @@ def _others(device: Any) -> int:
     if place is None:
         return 0
     claimed = held = 0
-    for entry, usage, age in registry.count("usage", place):
-        if usage is not None and age <= STALE and not entry.gone:
-            claimed += usage.claimed or 0
-            held += sum(size or 0 for size in (usage.resident, usage.cached, usage.fixed, usage.scratch))
+    for _, usage in last_words(place):
+        claimed += usage.claimed or 0
+        held += sum(size or 0 for size in (usage.resident, usage.cached, usage.fixed, usage.scratch))
     return claimed + held if claimed else 0

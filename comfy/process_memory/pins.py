@@ -15,7 +15,7 @@ from typing import Any
 from comfy import process_memory
 
 from . import admission, claims, limits, ram, registry
-from .figures import STALE, manager
+from .figures import STALE, last_words, manager
 from .ram import PINS
 
 PIECE = 256 * 1024 ** 2
@@ -39,8 +39,7 @@ def budget() -> int:
 
 def elsewhere() -> tuple[int, int]:
     """What other processes have reserved or locked, and how much of it they have not locked yet."""
-    reserved = {entry: usage.claimed or 0 for entry, usage, age in registry.count("usage", PINS)
-                if usage is not None and age <= STALE and not entry.gone}
+    reserved = {entry: usage.claimed or 0 for entry, usage in last_words(PINS)}
     taken = coming = 0
     for entry, held, age in registry.count("ram"):
         locked = 0 if held is None or age > STALE or entry.gone else (held.pinned or 0) + (held.registered or 0)

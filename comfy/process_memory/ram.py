@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from . import admission, claims, limits, moments, registry
-from .figures import STALE, manager
+from .figures import STALE, last_words, manager
 from .provider import DEADLINE, Outcome, Reason, ReleaseRequest
 
 Result = TypeVar("Result")
@@ -84,8 +84,7 @@ def floor(own: float) -> float:
     global _others_headroom
     now = time.monotonic()
     if now - _others_headroom[0] > FRESH:
-        _others_headroom = now, max((usage.claimed or 0 for entry, usage, age in registry.count("usage", HEADROOM)
-                                     if usage is not None and age <= STALE and not entry.gone), default=0)
+        _others_headroom = now, max((usage.claimed or 0 for _, usage in last_words(HEADROOM)), default=0)
     return max(max(own, _others_headroom[1]) / 2, limits.FLOOR)
 
 
