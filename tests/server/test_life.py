@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from comfy_multiproc.ledger import Ledger
 from comfy_multiproc.testing import CardSettings, read_card, start_server
 from comfy_multiproc.testing.server import ServerError
 from comfy_multiproc.testing.workflows import Graph
@@ -84,6 +85,8 @@ def test_restarts_and_a_kill_leave_nothing(start):
         assert server.get("/zoo/at_import") == {}
         all_started(server)
         assert len(workers(server)) == len(PACKS)      # no duplicates
+        listed = [process for process in Ledger(create=False).processes(exact=True) if process.pid == server.pid]
+        assert len(listed) == 1, "nothing that the programs before it have left in the ledger is taken for this one"
 
         found = post(server, {"life_a": "pool", "life_b": "native"})
         children = set(found["life_a"][1:])
