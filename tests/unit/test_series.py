@@ -1,5 +1,6 @@
 """Patch files: what is read from them, and what is refused."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -87,6 +88,18 @@ def test_new_files_come_once_and_import_nothing_that_comes_later():
                   for path, data in new.items() if path in ours}
         later = {path: sorted(name for name in names if modules.get(name, path) not in there) for path, names in needed.items()}
         assert {path: names for path, names in later.items() if names} == {}, patch.name
+
+
+def test_what_hooks_call_is_there_by_then():
+    patches = series.load()
+    there: dict[str, bytes] = {}
+    for order, patch in enumerate(patches):
+        there |= growing.new_files(patches, order)
+        called = {name for insert in patch.inserts for name in re.findall(r"\bprocess_memory\.(\w+)", insert.code)}
+        statements = ast.parse(there["comfy/process_memory/__init__.py"]).body
+        names = {alias.asname or alias.name for node in statements if isinstance(node, ast.ImportFrom) for alias in node.names}
+        modules = {Path(path).stem for path in there if path.startswith("comfy/process_memory/")}
+        assert called <= names | modules, patch.name
 
 
 def test_a_package_imports_what_is_there_so_far(tmp_path, monkeypatch):
