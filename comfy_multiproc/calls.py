@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from comfy.process_memory import moments
 
-from . import failures, runtime
+from . import failures, metadata, runtime
 from .handles import Handle, handles_in
 from .nodecall import Call, is_v3, packed_prompt
 from .proxy import Isolated, Tokens
@@ -61,6 +61,7 @@ class Calls:
         self._tokens = Tokens()
         self._inputs: dict[str, dict[str, Any]] = {}    # of the nodes that run in workers now, by their ids
         self.results: Any = None        # the executor's cache of results while a prompt runs
+        self.metadata: tuple[Any, ...] = ()     # what nodes of that prompt get as EXTRA_PNGINFO and PROMPT
         self._running: dict[Any, list[weakref.ref[asyncio.Task[Any]]]] = {}
         self._names: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
         self.recipes = Recipes(forget)
@@ -118,6 +119,7 @@ class Calls:
             here = described(call, context.list_index if context is not None else None)
             values = {**extra, "inputs": {name: self._crossing(cls, name, value) for name, value in inputs.items()}}
             if call.executes:
+                values["metadata"] = metadata.places_of(self.metadata, values)
                 result = self._received(cls, await answered(await sent(station, here, values)))
                 self._inputs.pop(call.id, None)
                 return result
@@ -163,7 +165,7 @@ class Calls:
     def prompt_ended(self) -> None:
         self._inputs.clear()
         self._running.clear()
-        self.results = None
+        self.results, self.metadata = None, ()
         self.recipes.prune()
 
     # where
@@ -216,7 +218,9 @@ class Calls:
         return value if crossing is value or passes_on(cls, name) else crossing
 
     def _received(self, cls: type, result: Any) -> Any:
-        """Tell handles what they are, for messages and for the choice of a place."""
+        """Tell handles what they are, for messages and for the choice of a place, and make the node's changes of what is
+        saved with pictures."""
+        result = metadata.take_over(result, self.metadata)
         outputs = result.get("result") if isinstance(result, dict) else getattr(result, "args", result)
         if isinstance(outputs, (tuple, list)):
             for value, kind in zip(outputs, getattr(cls, "RETURN_TYPES", ()), strict=False):

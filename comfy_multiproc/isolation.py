@@ -141,12 +141,13 @@ class Isolation:
         for station in self.stations():
             station.forget(recipe)
 
-    def prompt_begins(self, executor: Any) -> None:
+    def prompt_begins(self, executor: Any, prompt: Any, extra_data: Any) -> None:
         """Results that were in a worker which has ended are no results any more: their nodes run again when they are needed."""
         from . import calls
         cache = getattr(getattr(executor, "caches", None), "outputs", None)
         if calls.current is not None:
             calls.current.results = cache
+            calls.current.metadata = (extra_data.get("extra_pnginfo") if isinstance(extra_data, dict) else None), prompt
         if any(station.lost_handles for station in self.stations()):
             for station in self.stations():
                 station.lost_handles = False
@@ -472,7 +473,7 @@ def around_prompt(execute: Callable[..., Awaitable[Any]]) -> Callable[..., Await
     @functools.wraps(execute)
     async def executed(self: Any, prompt: Any, prompt_id: str, *args: Any, **kwargs: Any) -> Any:
         if current is not None:
-            current.prompt_begins(self)
+            current.prompt_begins(self, prompt, args[0] if args else kwargs.get("extra_data"))
         try:
             return await execute(self, prompt, prompt_id, *args, **kwargs)
         finally:

@@ -14,7 +14,7 @@ from typing import Any
 
 from comfy.process_memory import moments
 
-from . import boot, spawning
+from . import boot, metadata, spawning
 from .progress import for_page
 
 OUTPUT = "comfy_multiproc.output"       # marks a result in the newer style
@@ -76,13 +76,14 @@ class Nodes:
         """The result of the method, in a form that crosses: see :func:`packed`.
 
         `values`: ``inputs`` by name; in the newer style also ``hidden`` by name, and ``paths`` and what else the executor passes
-        along as `v3_data`. Raises whatever the method raises.
+        along as `v3_data`; ``metadata`` as `metadata.places_of` gives it. Raises whatever the method raises.
         """
         self._enter_prompt(call)
         if call.executes:
             moments.before_node()
+        watched = metadata.Watched(values)
         try:
-            return packed(await self._call(call, values, self._tracker))
+            return watched.with_changes(packed(await self._call(call, values, self._tracker)))
         finally:
             if call.executes:
                 end_of_node()
@@ -209,6 +210,8 @@ def packed(result: Any) -> Any:
 
 def unpacked(result: Any) -> Any:
     """In the host: what :func:`packed` made, as the executor expects it."""
+    if isinstance(result, dict) and metadata.CHANGES in result:
+        return {**result, "result": unpacked(result["result"])}
     if isinstance(result, dict) and result.get(OUTPUT) is True:
         from comfy_api.latest import io
         return io.NodeOutput(*result["args"], ui=result["ui"], expand=result["expand"], block_execution=result["block"])

@@ -308,6 +308,16 @@ def test_async_nodes_of_one_worker_overlap(server):
     assert max(begin for begin, _ in spans) < min(end for _, end in spans)
 
 
+def test_what_nodes_write_into_the_workflow_is_saved_with_the_picture(server):
+    graph = nodes(("e", "EmptyImage", {"width": 8, "height": 8, "batch_size": 1, "color": 0}),
+                  *((id, "ZooRemark", {"image": out("e"), "text": id}) for id in ("one", "two")),
+                  ("both", "ImageBatch", {"image1": out("one"), "image2": out("two")}), ("n", "SaveImage", {"images": out("both"), "filename_prefix": "remarks"}))
+    image = ui(server.run(graph))["images"][0]
+    saved = Image.open(io.BytesIO(server.request(f"/view?filename={image['filename']}&type=output"))).text
+    assert json.loads(saved["remarks"]) == {"zoo": [], "one": 3, "two": 3}
+    assert sorted(id for id, node in json.loads(saved["prompt"]).items() if "seen" in node) == ["one", "two"]
+
+
 def test_hidden_inputs(server):
     said = ui(server.run(nodes(("n", "ZooHidden", {"seed": 1}), ("m", "ZooHidden", {"seed": 2}))))
     assert said["nodes"] == [["m", "n"]] and said["id"] == ["n"]

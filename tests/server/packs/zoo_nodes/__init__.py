@@ -298,6 +298,17 @@ class ZooHidden(Node):
         return {"ui": {"nodes": [sorted(prompt)], "info": [info], "id": [id]}}
 
 
+class ZooRemark(Node):
+    """Writes into what is saved with pictures."""
+    INPUT_TYPES = node(required={"image": ("IMAGE",), "text": ("STRING", {"default": ""})}, hidden={"info": "EXTRA_PNGINFO", "prompt": "PROMPT"})
+    RETURN_TYPES = ("IMAGE",)
+
+    def run(self, image, text, info=None, prompt=None):
+        info.setdefault("remarks", {"zoo": []})[text] = len(text)
+        prompt[text]["seen"] = True
+        return (image,)
+
+
 class ZooTally(Node):
     """Counts how often nodes with a name have run in this process."""
     INPUT_TYPES = node(required={"name": ("STRING", {"default": ""}), "seconds": ("FLOAT", {"default": 0.0})})
