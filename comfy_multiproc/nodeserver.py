@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import functools
 import logging
@@ -56,6 +57,7 @@ class NodeServer:
         self.server.forget_registered()     # what core nodes have registered the host has too
         packs = {}
         for pack in self._context.state["packs"]:
+            asyncio.set_event_loop(self.server.loop)        # what packs take for the server's, as in the host
             description = packs[pack["name"]] = describe.load(Path(pack["path"]))
             self._classes[pack["name"]] = [data["id"] for data in description.get("classes", ())]
         routes = self.server.announced()

@@ -194,7 +194,8 @@ def test_a_worker_is_a_peer_and_what_it_held_is_free_when_it_is_gone(host, card)
 
 
 PACK = """
-import os, time
+import asyncio, os, server, time
+assert asyncio.get_event_loop() is server.PromptServer.instance.loop
 here = os.path.dirname(__file__)
 open(os.path.join(here, "began"), "w").close()
 while not os.path.exists(os.path.join(here, "go")):

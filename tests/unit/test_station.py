@@ -60,6 +60,7 @@ class Far:
 @pytest.fixture
 def fars(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Far]]:
     started: list[Far] = []
+    before = set(threading.enumerate())
 
     def spawn(worker: host.Worker) -> host._Run:
         ours, theirs = link.pair()
@@ -79,7 +80,7 @@ def fars(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Far]]:
     for far in started:
         far.link.close()
         assert far.link.join(SECONDS)
-    until(lambda: not [t for t in threading.enumerate() if t.name == "comfy_multiproc: values"])
+    until(lambda: not [t for t in threading.enumerate() if t not in before and t.name == "comfy_multiproc: values"])
 
 
 @pytest.fixture
