@@ -98,6 +98,8 @@ def check_provider(make_provider: Make, *, device: str = "cpu:0", close: Callabl
             report.broken[words] = str(how)
         except _HoldsNothing:
             report.untried.append(words)
+        except Exception as error:      # what it has answered is so odd that the rule itself trips over it
+            report.broken[words] = f"{type(error).__name__}: {error}"
         else:
             report.kept.append(words)
         finally:
@@ -147,7 +149,11 @@ def within(seconds: float, what: str, call: Callable[..., Any], *args: Any) -> t
 
 
 def count(provider: ProcessMemoryProvider, method: str, *args: Any) -> Any:
-    return within(2.0, method, getattr(provider, method), *args)[0]
+    """A proper count; broken without one."""
+    counted = within(2.0, method, getattr(provider, method), *args)[0]
+    if problem := registry.problem_with(counted, registry.KINDS[method]):
+        raise _Broken(f"{method} {problem}")
+    return counted
 
 
 def request(device: str | None, size: int, seconds: float = DEADLINE, **more: Any) -> ReleaseRequest:
@@ -199,8 +205,7 @@ def is_a_provider(provider: Any, device: str) -> None:
 def counts_what_it_says(provider: ProcessMemoryProvider, device: str) -> None:
     """counting gives whole, non-negative bytes."""
     for method, args in (("usage", (device,)), ("candidates", (device,)), ("ram", ()), ("waiting", ())):
-        if problem := registry.problem_with(count(provider, method, *args), registry.KINDS[method]):
-            raise _Broken(f"{method} {problem}")
+        count(provider, method, *args)
 
 
 def candidates_are_part_of_the_usage(provider: ProcessMemoryProvider, device: str) -> None:
@@ -302,8 +307,12 @@ def tells_the_truth(provider: ProcessMemoryProvider, device: str) -> None:
         raise _Broken(f"the receipt says that {receipt.freed} bytes were freed, the usage has fallen by {fallen}")
     if receipt.outcome is Outcome.GONE and held(after):
         raise _Broken(f"the receipt says that the process is dead, the usage that it holds {held(after)} bytes")
-    if receipt.outcome is Outcome.BUSY and fallen > 0:
-        raise _Broken(f"the receipt says BUSY, which means still resident, and the usage has fallen by {fallen}")
+    if receipt.outcome in (Outcome.BUSY, Outcome.NOTHING) and fallen > 0:
+        raise _Broken(f"the receipt says {receipt.outcome.name}, which means that all is still there, and the usage has fallen by {fallen}")
+    if receipt.outcome is Outcome.NOTHING and after.busy is False:
+        for found in count(provider, "candidates", device):
+            if found.id == asked.candidate and found.resident and not found.in_use:
+                raise _Broken(f"the receipt says that there was nothing to give, the candidate {found.id} holds {found.resident} bytes and is not in use")
     if receipt.resident is not None and after.resident is not None and receipt.resident < after.resident:
         raise _Broken(f"the receipt says that {receipt.resident} bytes stay resident, the usage says {after.resident}")
 
@@ -335,7 +344,8 @@ def is_told_at_once(provider: ProcessMemoryProvider, device: str) -> None:
             pass
 
     for what, args in (("claim", (device, 1 << 20)), ("claim", (device, 0)), ("interrupt", ("prompt", True)), ("interrupt", (None, False))):
-        took = within(2.0, what, getattr(provider, what), *args)[1]
+        # the shortest of three: one alone may be the scheduler's doing
+        took = min(within(2.0, what, getattr(provider, what), *args)[1] for _ in range(3))
         if took > BLOCK_LIMIT:
             raise _Broken(f"{what} takes {took * 1000:.0f} ms")
     within(2.0, "exclusive", capture)

@@ -118,7 +118,9 @@ def test_moving_is_copying_and_staying_is_not(card):
     assert y.cpu().tolist() == [v + 1 for v in x.tolist()] and x.tolist() == list(range(8))
     back = y.to("cpu")
     back += 1
-    assert y[0].item() == 1.0 and back.device == torch.device("cpu")
+    assert y[0].item() == 1.0 and back.device == torch.as_tensor(y, device="cpu").device == torch.device("cpu")
+    with pytest.warns(UserWarning, match="copy construct"):
+        assert torch.tensor(y).device == card.device
     for z in (y.half(), y.to(card.device, torch.float16), y[2:], y * 2, torch.zeros_like(y), torch.ones(2).to(y), copy.deepcopy(y),
               torch.tensor([1.0], device=card.device), y.new_tensor([1.0]), torch.nn.Parameter(y), torch.ones(2, dtype=torch.int32).type_as(y)):
         assert z.device == card.device
@@ -138,10 +140,40 @@ def test_a_thread_is_on_the_card_too(card):
         moved = held.to("cpu")
         seen.append((moved.device, moved.data_ptr() != held.data_ptr(), torch.ones(MIB, device=card.device).device, card.read().used))
 
-    thread = threading.Thread(target=offload)
-    thread.start()
-    thread.join(30)
-    assert seen == [(torch.device("cpu"), True, card.device, 4 * MIB)]
+    class Own(threading.Thread):
+        def run(self):
+            offload()
+
+    for thread in (threading.Thread(target=offload), Own()):
+        thread.start()
+        thread.join(30)
+        assert seen.pop() == (torch.device("cpu"), True, card.device, 4 * MIB)
+
+
+def test_a_tensor_that_grows_is_counted_and_may_not_fit(card):
+    import torch
+    grown, out, ones = torch.empty(0, device=card.device), torch.empty(0, device=card.device), torch.ones(2 * MIB, device=card.device)
+    grown.resize_(4 * MIB)
+    assert card.read().used == 24 * MIB
+    torch.add(ones, ones, out=out)
+    assert card.read().used == 32 * MIB
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(0, device=card.device).resize_(64 * MIB)
+    del grown, out, ones
+    gc.collect()
+    assert card.read().used == 0
+
+
+@pytest.mark.card(size="64M", count=2)
+def test_indexing_takes_indices_from_the_cpu_and_nothing_else_from_elsewhere(card):
+    import torch
+    x, index = torch.zeros(4, device=card.device), torch.tensor([1, 2])
+    x[index] = torch.tensor(2.0)
+    x[index.to(card.device)] += 1
+    assert x[index].tolist() == [3.0, 3.0] and x[torch.tensor([True, False, False, False])].device == card.device
+    for refused in (lambda: x[index.to(card.devices[1])], lambda: x.__setitem__(index, torch.ones(2)), lambda: torch.zeros(4)[index.to(card.device)]):
+        with pytest.raises(RuntimeError, match="at least two devices"):
+            refused()
 
 
 @pytest.mark.card(size="64M", count=2)
@@ -200,6 +232,17 @@ def test_afterwards_the_process_is_as_before():
     assert {name: value for name, value in vars(mm).items() if not name.startswith("__")} == before
     assert kept.device == torch.device("cpu") and kept.numpy().sum() == MIB and not mm.current_loaded_models
     assert not hasattr(torch, "npu")
+
+
+def test_what_outlives_a_card_is_not_on_the_next_one_of_the_same_file(tmp_path):
+    import torch
+
+    from comfy_multiproc.testing import virtual_card
+    kept = []
+    for _ in range(2):
+        with virtual_card("64M", path=tmp_path / "card", keep_freed=True) as card:
+            assert card.read().used == 0
+            kept.append(torch.ones(MIB, device=card.device))
 
 
 # ---- several processes

@@ -117,6 +117,34 @@ def test_freed_bytes_stay_cached_until_the_cache_is_emptied(path):
     assert file.free(0) == 10 * MIB
 
 
+def test_a_tensor_that_dies_in_the_middle_of_a_reading_is_given_back(path, monkeypatch):
+    """Garbage collection runs on whatever thread makes garbage, with that thread's locks held."""
+    file = CapacityFile.create(path, [1000])
+    file.allocate(0, 600)
+    reclaim = file._reclaim
+
+    def collecting(card):
+        monkeypatch.setattr(file, "_reclaim", reclaim)
+        file.release(0, 600)
+    monkeypatch.setattr(file, "_reclaim", collecting)
+    file.free(0)
+    assert file.free(0) == 1000
+
+
+def test_a_forked_child_gives_back_nothing_of_its_parent_s(path):
+    file = CapacityFile.create(path, [1000])
+    file.allocate(0, 600)
+    if (child := os.fork()) == 0:
+        status = 1
+        try:
+            file.release(0, 600)
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert file.free(0) == 400
+
+
 def test_another_process_cannot_use_what_one_keeps_cached(path):
     file = CapacityFile.create(path, [10 * MIB], keep_freed=True)
     file.allocate(0, 8 * MIB)

@@ -99,6 +99,28 @@ class TellingBlocks(Proper):
         time.sleep(0.2)
 
 
+class NoSequence(Proper):
+    def candidates(self, device):
+        return None
+
+
+class Nameless(Proper):
+    @property
+    def name(self):
+        raise RuntimeError("not connected")
+
+
+class NeverGives(Proper):
+    def release(self, request):
+        return Receipt(outcome=Outcome.NOTHING)
+
+
+class GivesSilently(Proper):
+    def release(self, request):
+        super().release(request)
+        return Receipt(outcome=Outcome.NOTHING)
+
+
 class NoReceipt(Proper):
     def unload(self, request):
         return True
@@ -118,6 +140,10 @@ BROKEN = [
     (SameIds, "candidates have ids of their own", "the same id"),
     (OddCandidate, "a candidate that does not exist", "freed something else"),
     (TellingBlocks, "what it is told", "claim takes"),
+    (NoSequence, "candidates have ids of their own", "candidates returned NoneType, not list or tuple"),
+    (Nameless, "it is a ProcessMemoryProvider", "RuntimeError: not connected"),
+    (NeverGives, "a receipt says what really left", "the candidate A holds 300 bytes and is not in use"),
+    (GivesSilently, "a receipt says what really left", "NOTHING, which means that all is still there"),
     (NoReceipt, "every other request ends in a receipt", "unload returned bool, not Receipt"),
 ]
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,15 +23,14 @@ class Books:
 
     def __init__(self, file: CapacityFile):
         self.file = file
-        self.known: dict[int, int] = {}     # storage address -> card
-        self._lock = threading.Lock()
+        self.known: dict[int, tuple[int, int]] = {}     # storage address -> card, bytes
         self._closed = False
-        self._gone: deque[tuple[int, int]] = deque()    # (card, bytes) not yet given back in the file
 
     def card_of(self, tensor: torch.Tensor) -> int | None:
         """The index of the card that holds the tensor's bytes; None: the CPU, or a tensor without bytes of its own."""
         key = address(tensor)
-        return None if key is None else self.known.get(key)
+        held = None if key is None else self.known.get(key)
+        return None if held is None else held[0]
 
     def put(self, tensor: torch.Tensor, card: int) -> None:
         """Book a new tensor on a card. One whose storage is on a card already stays there.
@@ -45,49 +42,42 @@ class Books:
             return
         storage = with_bytes(tensor).untyped_storage()
         size = storage.nbytes()
-        with self._section(), out_of_memory():
+        with out_of_memory():
             self.file.allocate(card, size)
-        self.known[key] = card
-        weakref.finalize(storage, self._died, key, card, size).atexit = False
+        self.known[key] = card, size
+        weakref.finalize(storage, self._died, key).atexit = False
+
+    def written(self, tensor: torch.Tensor) -> None:
+        """A tensor has been written into: book what its storage has grown or shrunk by if it is on a card.
+
+        Raises torch.OutOfMemoryError if it does not fit.
+        """
+        key = address(tensor)
+        if key is None or (held := self.known.get(key)) is None:
+            return
+        card, before = held
+        size = with_bytes(tensor).untyped_storage().nbytes()
+        if size > before:
+            with out_of_memory():
+                self.file.allocate(card, size - before)
+        elif size < before:
+            self.file.release(card, before - size)
+        else:
+            return
+        self.known[key] = card, size
 
     def close(self) -> None:
         """Forget everything. Tensors that were on a card are ordinary CPU tensors from now on."""
-        with self._section():
-            self.known.clear()
-            self._closed = True
+        self._closed = True
+        for key in list(self.known):
+            self._died(key)
+        for card in range(self.file.cards):
+            self.file.empty_cache(card)
         self.file.close()
 
-    def empty_cache(self, card: int) -> None:
-        """Give back what the allocator keeps on this card."""
-        with self._section():
-            self.file.empty_cache(card)
-
-    def _died(self, key: int, card: int, size: int) -> None:
-        # May run inside any allocation of this very thread (garbage collection), so it never waits for the lock: whoever
-        # holds it gives back what is queued before and after.
-        self.known.pop(key, None)
-        self._gone.append((card, size))
-        self._settle()
-
-    def _settle(self) -> None:
-        while self._gone and self._lock.acquire(blocking=False):
-            try:
-                self._drain()
-            finally:
-                self._lock.release()
-
-    def _drain(self) -> None:
-        while self._gone:
-            card, size = self._gone.popleft()
-            if not self._closed:
-                self.file.release(card, size)
-
-    @contextlib.contextmanager
-    def _section(self) -> Iterator[None]:
-        with self._lock:
-            self._drain()
-            yield
-        self._settle()
+    def _died(self, key: int) -> None:
+        if (held := self.known.pop(key, None)) is not None:
+            self.file.release(*held)
 
 
 def with_bytes(tensor: Any) -> torch.Tensor:

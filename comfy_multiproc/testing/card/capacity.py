@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -140,6 +141,7 @@ class CapacityFile:
         self._pid = os.getpid()
         self._start = process_start(self._pid) or 0
         self._own: dict[int, int] = {}      # card -> first word of this process's slot
+        self._gone: deque[tuple[int, int]] = deque()    # (card, bytes) released, not yet in the file
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], sizes: Sequence[int], *, context: int = 0, keep_freed: bool = False) -> CapacityFile:
@@ -164,6 +166,7 @@ class CapacityFile:
 
     def close(self) -> None:
         """Unmap the file. What this process holds stays booked until it ends."""
+        self._pid = 0
         self._words.release()
         self._map.close()
         os.close(self._fd)
@@ -182,12 +185,14 @@ class CapacityFile:
             self._mark(card, slot)
 
     def release(self, card: int, nbytes: int) -> None:
-        """Book `nbytes` of a tensor that is gone."""
-        with self._locked():
-            slot = self._slot(card)
-            self._words[slot + ALLOCATED] -= nbytes
-            if self._keeps:
-                self._words[slot + CACHED] += nbytes
+        """Give `nbytes` of a tensor back that is gone; in a process that has been forked, nothing: they are its parent's.
+
+        A tensor may go inside any function of this very class (garbage collection), so this waits for no thread: whoever has the
+        lock gives back what is queued, before and after.
+        """
+        if os.getpid() == self._pid:
+            self._gone.append((card, nbytes))
+            self._settle()
 
     def empty_cache(self, card: int) -> None:
         """Give the bytes that the allocator keeps back to the card."""
@@ -295,23 +300,44 @@ class CapacityFile:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         if os.getpid() != self._pid:        # a forked child shares the lock with its parent: neither would keep the other out
-            raise CardError("virtual card: opened before a fork; start processes with spawn")
+            raise CardError("virtual card: opened before a fork, or closed; start processes with spawn")
         if not self._thread_lock.acquire(timeout=LOCK_SECONDS):
             raise CardError(f"virtual card: a thread of this process kept {self.path} locked for {LOCK_SECONDS:.0f} s")
         try:
-            deadline = None
-            while not _try_lock(self._fd):
-                now = time.monotonic()
-                deadline = deadline or now + LOCK_SECONDS
-                if now > deadline:
-                    raise CardError(f"virtual card: another process kept {self.path} locked for {LOCK_SECONDS:.0f} s")
-                time.sleep(0.00005)
-            try:
+            with self._alone():
                 yield
-            finally:
-                _unlock(self._fd)
         finally:
             self._thread_lock.release()
+            self._settle()
+
+    def _settle(self) -> None:
+        while self._gone and self._thread_lock.acquire(blocking=False):
+            try:
+                with self._alone():
+                    pass
+            finally:
+                self._thread_lock.release()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """With the lock of the threads held: that of the processes, too, and what is gone given back."""
+        deadline = None
+        while not _try_lock(self._fd):
+            now = time.monotonic()
+            deadline = deadline or now + LOCK_SECONDS
+            if now > deadline:
+                raise CardError(f"virtual card: another process kept {self.path} locked for {LOCK_SECONDS:.0f} s")
+            time.sleep(0.00005)
+        try:
+            while self._gone:
+                card, nbytes = self._gone.popleft()
+                slot = self._slot(card)
+                self._words[slot + ALLOCATED] -= nbytes
+                if self._keeps:
+                    self._words[slot + CACHED] += nbytes
+            yield
+        finally:
+            _unlock(self._fd)
 
 
 if sys.platform == "win32":

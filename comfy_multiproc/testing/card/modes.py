@@ -108,15 +108,20 @@ class CardMode(TorchDispatchMode):
         if place is not None:
             given = {address(t) for t in inputs}
             for t in tree_leaves(out):
-                if isinstance(t, Tensor) and address(t) not in given:   # a view stays where its storage is
-                    books.put(t, place)
+                if isinstance(t, Tensor):
+                    if address(t) in given:     # a view stays where its storage is
+                        books.written(t)
+                    else:
+                        books.put(t, place)
         return out
 
     def _check(self, func: Any, inputs: list[Tensor], places: list[int | None]) -> None:
         """Complain of operands on two devices as a card does."""
         devices = {p for t, p in zip(inputs, places, strict=True) if t.dim() > 0 or p is not None}
         name = func._schema.name.partition("::")[2]
-        if len(devices) < 2 or name in MAY_MIX or name in INDEXING and places[0] is not None:
+        if name in INDEXING and places[0] is not None:
+            devices -= {None} if name.endswith("index") or inputs[-1].dim() == 0 or places[-1] is not None else set()
+        if len(devices) < 2 or name in MAY_MIX:
             return
         names = " and ".join(sorted("cpu" if d is None else f"cuda:{d}" for d in devices))
         message = f"Expected all tensors to be on the same device, but found at least two devices, {names}! (virtual card, {func})"
@@ -167,10 +172,14 @@ class IdentityMode(TorchFunctionMode):
     def _from_data(self, func: Any, args: tuple, kwargs: dict) -> Any:
         where = kwargs.get("device")
         where = torch.device(where) if isinstance(where, str) else where
-        if card_index(where) is None:
-            return func(*args, **kwargs)
-        del kwargs["device"]
-        return func(*args, **kwargs).to(where)
+        if card_index(where) is not None:
+            del kwargs["device"]
+            return func(*args, **kwargs).to(where)
+        out = func(*args, **kwargs)
+        if where == CPU:
+            return leave(out) if self.books.card_of(out) is not None else out
+        here = self.books.card_of(args[0]) if where is None and args and isinstance(args[0], Tensor) else None
+        return out if here is None else out.to(torch.device("cpu", here))
 
     def _new_tensor(self, func: Any, args: tuple, kwargs: dict) -> Any:
         out, here = func(*args, **kwargs), self.books.card_of(args[0])

@@ -7,7 +7,6 @@ card pose as one: ComfyUI's own bodies of get_free_memory, get_total_memory, sof
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from comfy_multiproc.testing.card.capacity import CapacityFile
 
 
-def interface(file: CapacityFile, empty_cache: Callable[[int], None]) -> types.ModuleType:
+def interface(file: CapacityFile) -> types.ModuleType:
     """A module to stand in as torch.npu."""
     npu = types.ModuleType("torch.npu")
     current = [0]
@@ -50,7 +49,7 @@ def interface(file: CapacityFile, empty_cache: Callable[[int], None]) -> types.M
 
     def empty_all() -> None:
         for card in range(file.cards):
-            empty_cache(card)
+            file.empty_cache(card)
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None

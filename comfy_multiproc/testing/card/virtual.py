@@ -48,17 +48,21 @@ class VirtualCard:
         self.devices = [torch.device("cpu", i) for i in range(file.cards)]
         self._mm, self._patches, self._books = mm, Patches(), Books(file)
         self._modes = contextlib.ExitStack()
-        comfy.pose(mm, settings, file, npu.interface(file, self._books.empty_cache), self._patches)
+        try:
+            comfy.pose(mm, settings, file, npu.interface(file), self._patches)
+        except BaseException:
+            self._patches.undo()
+            raise
         identity.give(self._books, self._patches)
-        # A mode belongs to a thread: this one, and every thread that starts from now on.
+        # A mode belongs to a thread: this one, and every thread that starts from now on, whatever its run() is.
         self._modes.enter_context(modes.on_this_thread(self._books, settings.mixing))
-        run, books = threading.Thread.run, self._books
+        bootstrap, books = vars(threading.Thread)["_bootstrap_inner"], self._books
 
-        def run_with_card(thread: threading.Thread) -> None:
+        def on_the_card(thread: threading.Thread) -> None:
             with modes.on_this_thread(books, settings.mixing):
-                run(thread)
+                bootstrap(thread)
 
-        self._patches.set(threading.Thread, "run", run_with_card)
+        self._patches.set(threading.Thread, "_bootstrap_inner", on_the_card)
 
     @property
     def path(self) -> str:

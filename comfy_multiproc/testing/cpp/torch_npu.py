@@ -33,7 +33,7 @@ def register(file: CapacityFile) -> types.ModuleType:
     extension = build.load()
     extension.open(file.path)
     torch.version.cuda = None       # a torch built for an NPU says so
-    module = npu.interface(file, file.empty_cache)
+    module = npu.interface(file)
     module.current_device = extension.current_device                                # type: ignore[attr-defined]
     module.set_device = lambda device: extension.set_device(_index(device))         # type: ignore[attr-defined]
     torch.utils.rename_privateuse1_backend("npu")
