@@ -158,13 +158,15 @@ class Server:
 
     def stop(self, timeout: float = STOP_SECONDS) -> int:
         """End the server as Ctrl-C does, and with it its process group after `timeout`. Returns the exit code."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout)
-        # Whoever is left of its group has outlived it.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        try:
+            if self.process.poll() is None:
+                self.process.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(timeout)
+        finally:    # Ctrl-C may come once more
+            # Whoever is left of its group has outlived it.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
         return self.process.wait(timeout)
 
 
@@ -183,7 +185,8 @@ def start_server(tree: str | os.PathLike[str], args: Sequence[str] = (), *, mode
     """
     tree = pathlib.Path(tree)
     with contextlib.ExitStack() as stack:
-        home = pathlib.Path(home or stack.enter_context(tempfile.TemporaryDirectory(prefix="comfy-server-", ignore_cleanup_errors=True)))
+        # The server runs in another folder: what is said relative to this one must not be so any more.
+        home = pathlib.Path(home or stack.enter_context(tempfile.TemporaryDirectory(prefix="comfy-server-", ignore_cleanup_errors=True))).resolve()
         for name in ("input", "output", "temp", "user", "custom_nodes"):
             (home / name).mkdir(exist_ok=True, parents=True)
         if models is not None and not (home / "models").exists():
@@ -192,7 +195,7 @@ def start_server(tree: str | os.PathLike[str], args: Sequence[str] = (), *, mode
             if not (home / "custom_nodes" / pack.name).exists():
                 (home / "custom_nodes" / pack.name).symlink_to(pack.resolve(), target_is_directory=True)
         port = free_port()
-        command = [python, "main.py", "--port", str(port), "--base-directory", str(home), "--database-url", "sqlite:///:memory:",
+        command = [os.path.abspath(python) if os.path.dirname(python) else python, "main.py", "--port", str(port), "--base-directory", str(home), "--database-url", "sqlite:///:memory:",
                    "--disable-api-nodes", *args]
         variables = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
         if card is None or card.form == "python":
@@ -205,12 +208,9 @@ def start_server(tree: str | os.PathLike[str], args: Sequence[str] = (), *, mode
             process = subprocess.Popen(command, cwd=tree, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=variables,
                                        start_new_session=True, preexec_fn=_listen_to_ctrl_c if _deaf() else None)
         server = Server(process, port, home)
-        with _not_outliving_us(process):
-            try:
-                _wait_until_ready(server, timeout)
-                yield server
-            finally:
-                server.stop()
+        with _stopped_at_the_end(server):
+            _wait_until_ready(server, timeout)
+            yield server
 
 
 def _deaf() -> bool:
@@ -223,15 +223,17 @@ def _listen_to_ctrl_c() -> None:
 
 
 @contextlib.contextmanager
-def _not_outliving_us(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """End the server's process group if this process is killed: it cannot clean up then, and a server is a gigabyte."""
-    code = f"import os, sys; sys.stdin.read(); os.killpg({process.pid}, 9)"
-    watcher = subprocess.Popen([sys.executable, "-ISc", code], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
-    try:
-        yield
-    finally:
-        watcher.kill()
-        watcher.communicate()
+def _stopped_at_the_end(server: Server) -> Iterator[None]:
+    """Also if this process is killed, which cannot clean up then: a server is a gigabyte."""
+    code = f"import os, sys; sys.stdin.read(); os.killpg({server.pid}, 9)"
+    with contextlib.ExitStack() as stack:
+        try:
+            watcher = subprocess.Popen([sys.executable, "-ISc", code], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+            stack.callback(watcher.communicate)
+            stack.callback(watcher.kill)
+            yield
+        finally:
+            server.stop()
 
 
 def _wait_until_ready(server: Server, timeout: float) -> None:

@@ -128,7 +128,7 @@ def server_environment(settings: CardSettings, path: str | os.PathLike[str] | No
     paths = [str(site), *others]
     environment = {VARIABLE: settings.text(), "PYTHONPATH": os.pathsep.join(paths)}
     if path is not None:
-        environment[FILE_VARIABLE] = os.fspath(path)
+        environment[FILE_VARIABLE] = os.path.abspath(path)
     return environment
 
 
