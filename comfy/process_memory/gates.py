@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from . import admission, arithmetic, claims, devices, registry
-from .figures import STALE, manager
+from .figures import last_words, manager
 
 Result = TypeVar("Result")
 
@@ -107,14 +107,8 @@ def shared_card(maximum_vram_for_weights: Callable[..., float]) -> Callable[...,
 
 def committed(place: str, total: float) -> int:
     """What other processes have committed of a card of `total` bytes, loaded or not."""
-    size = 0
-    for entry, usage, age in registry.count("usage", place):
-        if usage is not None and not entry.gone and age <= STALE:
-            size += arithmetic.charged_commitment(usage, total)
-    for entry, usage, age in registry.count("usage", meant(place)):
-        if usage is not None and not entry.gone and age <= STALE:
-            size += usage.claimed or 0
-    return size
+    size = sum(arithmetic.charged_commitment(usage, total) for _, usage in last_words(place))
+    return size + sum(usage.claimed or 0 for _, usage in last_words(meant(place)))
 
 
 def settle() -> None:

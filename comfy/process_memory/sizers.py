@@ -82,8 +82,10 @@ def obtainable(device: Any, size: float) -> float:
 
 
 def _at_hand(patcher: Any, device: Any, needed: float) -> float:
-    promised = reclaimable(device)
-    at_hand = patcher.get_free_memory(device) - promised    # what is free, and what the pager of this process would give
+    before = reclaimable(device)
+    at_hand = patcher.get_free_memory(device)       # what is free, what the pager of this process would give, and what is promised
+    promised = max(before, reclaimable(device))     # somebody may have become idle in between
+    at_hand -= promised
     if needed <= at_hand or not promised:
         return float(at_hand)
     free = manager().get_free_memory(device)
