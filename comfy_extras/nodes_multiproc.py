@@ -54,15 +54,17 @@ class MultiprocRelease:
 
     @classmethod
     def VALIDATE_INPUTS(cls, worker):
-        names = [w.name for w in host.workers()]
-        return worker == ALL or worker in names or f"there is no worker {worker}; there are: {', '.join(names) or 'none'}"
+        return worker == ALL or problem_with(worker)    # a node before this one may be what starts it
 
     @classmethod
     def IS_CHANGED(cls, **inputs):
         return float("nan")
 
     async def release(self, worker, what, after=None):
-        chosen = [w for w in host.workers() if w.pid is not None and worker in (ALL, w.name)]
+        workers = host.workers()
+        if worker != ALL and worker not in (names := [w.name for w in workers]):
+            raise ValueError(f"there is no worker {worker}; there are: {', '.join(names) or 'none'}")
+        chosen = [w for w in workers if w.pid is not None and worker in (ALL, w.name)]
         said = await asyncio.gather(*(release(w, what) for w in chosen))
         return {"ui": {"text": ("\n".join(said) or "no worker runs",)}, "result": (after,)}
 
@@ -82,11 +84,7 @@ class MultiprocLoadCheckpoint:
 
     @classmethod
     def VALIDATE_INPUTS(cls, worker):
-        try:
-            isolation.check_name(worker)
-        except ValueError as error:
-            return str(error)
-        return True
+        return problem_with(worker)
 
     async def load(self, ckpt_name, worker):
         from comfy_execution.utils import get_executing_context
@@ -94,6 +92,15 @@ class MultiprocLoadCheckpoint:
         context = get_executing_context()
         call = calls.described(nodecall.Call("CheckpointLoaderSimple", "load_checkpoint", 0, prompt=context.prompt_id, id=context.node_id, executes=True), 0)
         return await calls.answered(await calls.sent(isolation.named(worker), call, {"inputs": {"ckpt_name": ckpt_name}}))
+
+
+def problem_with(name):
+    """What is wrong with the name of a worker; True if nothing is."""
+    try:
+        isolation.check_name(name)
+    except ValueError as error:
+        return str(error)
+    return True
 
 
 async def release(worker, what):

@@ -49,7 +49,7 @@ def release(ask: Ask, moment: Moment) -> Receipt | Moment:
     device = torch_device(ask.device)
     if device is None:
         return NOTHING
-    models = loaded_models(device)
+    models = list(loaded_models(device))
     if ask.candidate not in (None, CACHE_ID):
         models = [m for m in models if candidate_id(m) == ask.candidate]
         if not models:
@@ -82,7 +82,7 @@ def unload(ask: Ask) -> Receipt:
     freed = resident = 0
     for device in wanted:
         before = footprint(device)
-        models = loaded_models(device)
+        models = list(loaded_models(device))
         for loaded in models:
             _unload(loaded, EVERYTHING)
         if models or _cached(device):

@@ -399,7 +399,10 @@ def begin(packs: list[Pack]) -> Isolation:
 
 def check_name(name: str) -> None:
     """Raises PackConfigError for what is no name of a worker."""
-    packs_module.value_of(Path("the worker"), "group", name)
+    try:
+        packs_module.value_of(Path(), "group", name)
+    except packs_module.PackConfigError:
+        raise packs_module.PackConfigError(f"{name!r:.200} is no name of a worker: letters, digits, '-', '_' and '.', 64 at most") from None
 
 
 def named(name: str) -> Any:

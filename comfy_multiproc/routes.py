@@ -17,6 +17,9 @@ CONNECT = 60.0      # seconds until a worker that may have to be started takes a
 HOP = frozenset(("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailers", "transfer-encoding",
                  "upgrade", "content-length"))
 
+ADDED = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
+"""aiohttp gives these to a request that has none, and a pack would answer in ways that the page never asked for."""
+
 
 class Target(Protocol):
     """The worker that routes lead to."""
@@ -61,7 +64,8 @@ class Forwarder:
     def session(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
             self._session = aiohttp.ClientSession(connector=LinkConnector(self._target), auto_decompress=False,
-                                                  cookie_jar=aiohttp.DummyCookieJar(), timeout=aiohttp.ClientTimeout(total=None))
+                                                  cookie_jar=aiohttp.DummyCookieJar(), timeout=aiohttp.ClientTimeout(total=None),
+                                                  skip_auto_headers=ADDED)
         return self._session
 
     async def close(self) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from . import admission, claims, devices
@@ -48,9 +48,12 @@ def ram() -> RamUsage:
                     pinned=int(getattr(manager(), "TOTAL_PINNED_MEMORY", 0)), backups=scratch.backups())
 
 
-def loaded_models(device: Any) -> list[Any]:
-    """The entries of ComfyUI's list on `device` whose model still exists."""
-    return [entry for entry in list(manager().current_loaded_models) if entry.device == device and entry.model is not None]
+def loaded_models(device: Any) -> Iterator[Any]:
+    """The entries of ComfyUI's list on `device` whose model still exists, and does until the next one is asked for."""
+    for entry in list(manager().current_loaded_models):
+        model = entry.model     # an entry refers to it weakly, and another thread may be about to let go of it
+        if model is not None and entry.device == device:
+            yield entry
 
 
 def used_devices() -> list[Any]:

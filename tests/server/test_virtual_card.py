@@ -3,6 +3,8 @@
 import itertools
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -93,3 +95,36 @@ def test_a_server_of_each_form_share_a_small_card(serve, upstream_tree, cpp_card
     one.process.wait(30)
     assert free(other) == size - held(other)
     assert read_card(one.card_path).peak <= size
+
+
+CPP_FORM = """
+import os, sys
+import torch
+from comfy_multiproc.testing.card.capacity import CapacityFile
+from comfy_multiproc.testing.cpp import torch_npu
+
+file = CapacityFile.create(sys.argv[1], [1 << 20] * 2)
+torch_npu.register(file)
+x, index = torch.zeros(4, device="npu:0"), torch.tensor([1, 2])
+used = file.read(0).used
+if (child := os.fork()) == 0:
+    del x
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0 and file.read(0).used == used == 16, "a forked child gave back what is its parent's"
+x[index] = torch.tensor(2.0)
+x[index.to("npu:0")] += 1
+assert x.cpu().tolist() == [0.0, 3.0, 3.0, 0.0]
+for refused in (lambda: x[index.to("npu:1")], lambda: x.__setitem__(index, torch.ones(2)), lambda: torch.zeros(4)[index.to("npu:0")],
+                lambda: x.index_select(0, index)):
+    try:
+        refused()
+    except RuntimeError as error:
+        assert "device" in str(error), error
+    else:
+        raise AssertionError("operands of two devices")
+"""
+
+
+def test_the_c_form_refuses_what_a_card_refuses_and_a_fork_changes_nothing(cpp_card, tmp_path):
+    done = subprocess.run([sys.executable, "-c", CPP_FORM, tmp_path / "card"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

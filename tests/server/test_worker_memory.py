@@ -269,15 +269,17 @@ def test_a_checkpoint_in_a_named_worker(server):
     graph["ckpt"] = {"class_type": "MultiprocLoadCheckpoint", "inputs": {"ckpt_name": graph["ckpt"]["inputs"]["ckpt_name"], "worker": "mine"}}
     graph.add("look", "MultiprocMemory", after=out("decode"))
     graph.add("see", "PreviewImage", images=out("look", 1))
+    graph.add("free", "MultiprocRelease", worker="mine", what="models", after=out("look", 2))
     result = server.run(graph)
     assert result.ok, result.error
+    assert "has unloaded its models" in result.outputs["free"]["text"][0], "the worker was not there when the prompt was queued"
     assert result.images[0] == native.images[0] or native.images[0] in result.images
     assert "worker mine" in result.outputs["look"]["text"][0]
 
 
 def test_a_name_that_is_none_is_refused(server):
     from comfy_multiproc.testing.server import ServerError
-    with pytest.raises(ServerError, match="letters, digits"):
+    with pytest.raises(ServerError, match="'../x' is no name of a worker: letters, digits"):
         graph = workflows.txt2img_sd3()
         graph["ckpt"] = {"class_type": "MultiprocLoadCheckpoint", "inputs": {"ckpt_name": "tiny_sd3.safetensors", "worker": "../x"}}
         server.run(graph)
@@ -288,6 +290,7 @@ def test_a_name_that_is_none_is_refused(server):
 
 
 def test_releasing_workers(server):
+    assert "there is no worker nobody; there are: " in server.run(one("MultiprocRelease", worker="nobody", what="models")).error["exception_message"]
     assert server.run(isolated_checkpoint(11)).ok
     pid = worker(server, "zoo_loader")["pid"]
     result = server.run(one("MultiprocRelease", worker="zoo_loader", what="models"))

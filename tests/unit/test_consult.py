@@ -4,6 +4,7 @@ import logging
 import sys
 import threading
 import types
+import weakref
 
 import pytest
 
@@ -641,3 +642,22 @@ def test_a_change_is_told_to_who_publishes_it(card, monkeypatch):
     peer(card, "W")
     load(card, Model(50, loaded=0))
     assert seen[-1] == 1
+
+
+def test_a_model_that_another_thread_lets_go_of_is_there_while_it_is_counted(monkeypatch):
+    """The panel and the other processes hear of a model from threads that run beside the one which unloads it."""
+    class Model:
+        size = 5
+
+    class Entry:
+        device = "cpu:0"
+        model = property(lambda self: self.weak())
+
+    models, entry = [Model()], Entry()
+    entry.weak = weakref.ref(models[0])
+    monkeypatch.setattr(process_memory.own, "manager", lambda: types.SimpleNamespace(current_loaded_models=[entry]))
+    sizes = []
+    for counted in process_memory.own.loaded_models("cpu:0"):
+        models.clear()
+        sizes.append(counted.model.size)
+    assert sizes == [5] and list(process_memory.own.loaded_models("cpu:0")) == []

@@ -29,7 +29,7 @@ class Target:
         reader, writer = await asyncio.open_connection(sock=sock.dup())
 
         async def serve() -> None:
-            await reader.readuntil(b"\r\n\r\n")
+            self.asked = await reader.readuntil(b"\r\n\r\n")
             assert self.uses == 1
             writer.write(self._answer)
             await writer.drain()
@@ -51,7 +51,8 @@ async def ask(target: Target) -> tuple[int, bytes]:
     app.router.add_get("/pack", forwarder.handler("/pack"))
     try:
         async with TestClient(TestServer(app)) as client:
-            async with client.get("/pack", timeout=aiohttp.ClientTimeout(SECONDS)) as answer:
+            async with client.get("/pack", timeout=aiohttp.ClientTimeout(SECONDS), skip_auto_headers=["Accept-Encoding", "User-Agent"],
+                                  headers={"Accept": "text/plain"}) as answer:
                 return answer.status, await answer.read()
     finally:
         await forwarder.close()
@@ -62,7 +63,10 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
 
 
 def test_an_answer_comes_through():
-    assert asyncio.run(ask(Target(HEAD % 4 + b"body"))) == (200, b"body")
+    target = Target(HEAD % 4 + b"body")
+    assert asyncio.run(ask(target)) == (200, b"body")
+    asked = {line.partition(b":")[0] for line in target.asked.split(b"\r\n")[1:] if line}
+    assert asked == {b"Host", b"Accept"}, "a header that the client did not send changes what a pack answers"
 
 
 @pytest.mark.parametrize("answer", [HEAD % 400 + b"half", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n"])

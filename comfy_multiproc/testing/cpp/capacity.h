@@ -43,6 +43,7 @@ class CapacityFile {
 
   // False: it does not fit, and `full` says why. Bytes the process keeps in its cache are used first.
   bool allocate(int card, uint64_t n, Full* full) {
+    if (forked()) throw std::runtime_error("virtual card: opened before a fork; start processes with spawn");
     Lock lock(*this);
     uint64_t* c = card_block(card);
     uint64_t* s = slot(card, full);
@@ -66,6 +67,7 @@ class CapacityFile {
   }
 
   void release(int card, uint64_t n) {
+    if (forked()) return;       // the bytes are its parent's
     Lock lock(*this);
     uint64_t* s = slot(card, nullptr);
     if (!s) return;
@@ -108,6 +110,8 @@ class CapacityFile {
     if (!p || std::sscanf(p + 1, " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu", &state, &start) != 2) return 0;
     return state == 'Z' || state == 'X' ? 0 : start;
   }
+
+  bool forked() const { return words_ && uint64_t(::getpid()) != pid_; }
 
   uint64_t* card_block(int card) {
     if (card < 0 || card >= cards()) throw std::runtime_error("virtual card: there is no card " + std::to_string(card));

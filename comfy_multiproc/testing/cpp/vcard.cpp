@@ -40,7 +40,11 @@ struct Block { void* p; size_t n; int card; };
 
 void release(void* context) {
   auto* b = static_cast<Block*>(context);
-  file.release(b->card, b->n);
+  try {
+    file.release(b->card, b->n);
+  } catch (const std::exception& e) {   // torch frees where nothing may be thrown
+    std::fprintf(stderr, "%s\n", e.what());
+  }
   std::free(b->p);
   delete b;
 }
@@ -132,9 +136,9 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::vector<Arg> args;
   bool cpu = false;
   std::optional<c10::Device> wanted;
-  auto take = [&](const at::Tensor& t) -> at::Tensor {
+  auto take = [&](const at::Tensor& t, bool index = false) -> at::Tensor {
     if (!t.defined()) return t;
-    if (!on_card(t)) { cpu |= t.dim() > 0; return t; }
+    if (!on_card(t)) { cpu |= t.dim() > 0 && !index; return t; }
     if (!args.empty() && args[0].original.device() != t.device()) complain(args[0].original.device().str(), t.device().str(), schema.name());
     // An empty operand may be an out= that the kernel grows: give it room to.
     args.push_back({t, t.numel() ? as_cpu(t) : at::empty(t.sizes(), at::TensorOptions().dtype(t.dtype()).device(at::kCPU))});
@@ -150,7 +154,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       v = l;
     } else if (v.isOptionalTensorList()) {
       c10::List<std::optional<at::Tensor>> l;
-      for (const std::optional<at::Tensor> t : v.toOptionalTensorList()) l.push_back(t ? std::optional<at::Tensor>(take(*t)) : t);
+      for (const std::optional<at::Tensor> t : v.toOptionalTensorList()) l.push_back(t ? std::optional<at::Tensor>(take(*t, true)) : t);
       v = l;
     } else if (v.isDevice()) {
       if (v.toDevice().type() == kCard) wanted = v.toDevice();
@@ -158,7 +162,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
   }
   const auto& name = schema.name();
-  if (cpu && !args.empty() && name.find("index") == std::string::npos) complain(args[0].original.device().str(), "cpu", name);
+  if (cpu && !args.empty()) complain(args[0].original.device().str(), "cpu", name);
   On on(wanted ? wanted->index() : args.empty() ? c10::DeviceIndex(-1) : args[0].original.device().index());
 
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
