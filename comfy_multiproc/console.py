@@ -14,8 +14,9 @@ class Console:
     """Progress lines have the form "step" or "step: detail"; details of the running step replace one another on a terminal."""
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
-        self.out = out or sys.stdout
-        self.err = err or sys.stderr
+        # There is none where whoever called us closed it.
+        self.out = out or sys.stdout or open(os.devnull, "w")
+        self.err = err or sys.stderr or open(os.devnull, "w")
         for stream in (self.out, self.err):
             # A terminal that cannot show a letter of somebody's folder name is no reason to stop.
             if hasattr(stream, "reconfigure"):

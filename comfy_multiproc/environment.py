@@ -123,15 +123,24 @@ class Environment:
 
     def works(self) -> bool:
         """Whether its interpreter starts, is new enough and has pip."""
-        code = f"import sys, pip; sys.exit(sys.version_info < {OLDEST})"
+        return self._runs(f"import sys, pip; sys.exit(sys.version_info < {OLDEST})")
+
+    def _runs(self, code: str) -> bool:
         try:
             return subprocess.run([self.python, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, timeout=60).returncode == 0
         except (OSError, subprocess.TimeoutExpired):
             return False
 
     def create(self, progress: Progress) -> None:
-        """Makes the environment unless one that works is there. One that was left half made is made anew."""
+        """Makes the environment unless one that works is there. One whose interpreter does not start is made anew; one without pip gets it."""
         if self.works():
+            return
+        if self._runs("pass"):
+            # Whatever made it (uv makes them without pip), there may be gigabytes in it.
+            progress(f"Installing pip in {self.folder}")
+            done = process.watch([self.python, "-m", "ensurepip"], timeout=600)
+            if not self.works():
+                raise TargetError(f"{self.folder} is an environment of an older Python, or pip cannot be installed in it: move it away\n{done.errors()}")
             return
         if self.folder.exists() and not (self.folder / "pyvenv.cfg").exists() and not _BEFORE_CONFIG.issuperset(os.listdir(self.folder)):
             raise TargetError(f"{self.folder} is there and is no Python environment: move it away")
@@ -161,15 +170,22 @@ class Environment:
 
         Raises `ForkError`. What pip had installed when it was interrupted stays, and the next call goes on from there.
         """
-        if self.works() and not self.missing(requirements):
+        if self.works() and not self._half_installed() and not self.missing(requirements):
             return False
-        with writing(self.folder), locked(self.folder, patience=3600.0):
+        with writing(self.folder), locked(self.folder, progress, patience=3600.0):
             # Another run may have finished it while this one waited.
             self.create(progress)
+            for left in self._half_installed():
+                shutil.rmtree(left)     # then pip takes the package for one that is not there, which it is
             if not self.missing(requirements):
                 return False
             self._install(requirements, progress)
         return True
+
+    def _half_installed(self) -> list[Path]:
+        """What says that a package is there although pip was ended while it copied the package: its list of files comes last."""
+        places = (*self.folder.glob("lib/python*/site-packages"), self.folder / "Lib" / "site-packages")
+        return [info for place in places for info in place.glob("*.dist-info") if not (info / "RECORD").exists()]
 
     def _install(self, requirements: Sequence[str], progress: Progress) -> None:
         step = "Installing packages (the first time this downloads several GB)"
@@ -177,7 +193,7 @@ class Environment:
         done = process.watch(
             [self.python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar=off", *requirements],
             on_line=lambda line: progress(f"{step}: {line.strip()}") if line.strip().split(" ")[0] in _WORTH_SHOWING else None,
-            env=os.environ | {"PIP_REQUIRE_VIRTUALENV": "0"},
+            env=os.environ | {"PIP_REQUIRE_VIRTUALENV": "0", "PIP_USER": "0"},
             timeout=3 * 3600,
         )
         if done.returncode:

@@ -6,6 +6,7 @@ from pathlib import Path
 from comfy_multiproc.console import Console
 from comfy_multiproc.environment import project_root
 from comfy_multiproc.fork import tree, upstream
+from comfy_multiproc.fork.errors import expanded
 from comfy_multiproc.fork.upstream import DEFAULT_RELEASE, Source
 
 
@@ -29,7 +30,7 @@ def find_source(args: argparse.Namespace, console: Console) -> Source:
 
 def build_fork(args: argparse.Namespace, source: Source, console: Console) -> tree.Built:
     """The fork that the arguments ask for; built unless it is there already."""
-    target = args.dir.expanduser().absolute() if args.dir else project_root() / "build" / f"ComfyUI-{source.version}"
+    target = expanded(args.dir) if args.dir else project_root() / "build" / f"ComfyUI-{source.version}"
     return tree.build(source, target, force=args.force, progress=console.progress)
 
 

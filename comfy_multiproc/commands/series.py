@@ -9,7 +9,7 @@ from typing import Any
 from comfy_multiproc.commands import common
 from comfy_multiproc.console import Console
 from comfy_multiproc.fork import series, tree, upstream
-from comfy_multiproc.fork.errors import ForkError
+from comfy_multiproc.fork.errors import ForkError, expanded
 
 
 def configure(commands: Any) -> None:
@@ -52,9 +52,9 @@ def run_check(args: argparse.Namespace, console: Console) -> int:
 
 
 def run_apply(args: argparse.Namespace, console: Console) -> int:
-    built = tree.apply(args.path.expanduser().absolute(), force=args.force, progress=console.progress)
+    built = tree.apply(args.path, force=args.force, progress=console.progress)
     console.say(f"the series is on the branch multiproc of {built.path} (ComfyUI {built.version}), which is checked out: start ComfyUI there as always. "
-                "Back: git switch -; to remove it: git branch -D multiproc")
+                "Back: git checkout -; to remove it: git branch -D multiproc")
     return 0
 
 
@@ -62,7 +62,7 @@ def run_export(args: argparse.Namespace, console: Console) -> int:
     if args.author is not None and not re.fullmatch(r"[^<>\n]*[^<>\s] <[^<>\s]+>", args.author):
         raise ForkError(f"--author {args.author!r} is not of the form \"Name <mail>\"")
     source = upstream.find(args.path, args.release, progress=console.progress)
-    for file in tree.export(source, args.out.expanduser().absolute(), author=args.author, progress=console.progress):
+    for file in tree.export(source, expanded(args.out), author=args.author, progress=console.progress):
         console.say(str(file))
     return 0
 

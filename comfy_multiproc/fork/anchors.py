@@ -113,6 +113,10 @@ class SourceFile:
         text = self.lines[line]
         return text[:len(text) - len(text.lstrip(b" \t\f"))]
 
+    def utf8(self, line: int) -> bytes:
+        """A line as the syntax tree counts its columns: in UTF-8, without a byte order mark."""
+        return self.lines[line].decode(self.encoding, "replace").encode()
+
     def text(self, line: int) -> str:
         return self.lines[line].decode(self.encoding, "replace").strip()
 
@@ -340,14 +344,14 @@ def oom_call(handler: ast.ExceptHandler) -> ast.stmt | None:
 def before(source: SourceFile, node: ast.stmt) -> Place:
     line = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))]) - 1
     indent = source.indent_of(line)
-    if source.lines[node.lineno - 1][:node.col_offset].strip():
+    if source.utf8(node.lineno - 1)[:node.col_offset].strip():
         raise AnchorError(f"the statement shares line {line + 1} with another: {source.text(line)}")
     return Place(line=line, side=1, depth=len(indent), indent=indent)
 
 
 def after(source: SourceFile, node: ast.stmt) -> Place:
     assert node.end_lineno is not None and node.end_col_offset is not None
-    rest = source.lines[node.end_lineno - 1][node.end_col_offset:].strip()
+    rest = source.utf8(node.end_lineno - 1)[node.end_col_offset:].strip()
     if rest and not rest.startswith(b"#"):
         raise AnchorError(f"the statement shares line {node.end_lineno} with another: {source.text(node.end_lineno - 1)}")
     if isinstance(node, (ast.Return, ast.Raise, ast.Continue, ast.Break)):

@@ -10,23 +10,30 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from .errors import writing
+from .errors import ForkError, expanded, writing
 
 VARIABLE = "COMFY_MULTIPROC_CACHE"
 """Environment variable that puts the cache elsewhere."""
 
 
+SCRATCH = ".comfy-multiproc-"
+"""What the names of unfinished folders begin with; in a folder of the user's nothing else may be swept."""
+
+
 def folder() -> Path:
     """The cache folder (it need not exist yet)."""
     if chosen := os.environ.get(VARIABLE):
-        return Path(chosen).expanduser().absolute()
+        return expanded(Path(chosen))
     if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
     elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
+        base = "~/Library/Caches"
     else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "comfyui-multiproc"
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        return expanded(Path(base)) / "comfyui-multiproc"
+    except ForkError as error:
+        raise ForkError(f"no home folder is known to keep downloads in: set HOME, or set {VARIABLE} to a folder") from error
 
 
 @contextlib.contextmanager
@@ -38,7 +45,7 @@ def scratch(parent: Path) -> Iterator[Path]:
     with writing(parent):
         parent.mkdir(parents=True, exist_ok=True)
         _sweep(parent)
-        work = Path(tempfile.mkdtemp(prefix=".new-", dir=parent))
+        work = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}new-", dir=parent))
         try:
             yield work
         finally:
@@ -47,7 +54,7 @@ def scratch(parent: Path) -> Iterator[Path]:
 
 def _sweep(parent: Path) -> None:
     # A run that was killed leaves its folder; a day is longer than any run that is still going.
-    for left in (*parent.glob(".new-*"), *parent.glob(".old-*")):
+    for left in parent.glob(f"{SCRATCH}*"):
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > 86400:
                 shutil.rmtree(left, ignore_errors=True)
@@ -59,7 +66,7 @@ def settle(new: Path, target: Path, *, replace: bool) -> None:
     Without `replace` a `target` that appeared meanwhile is kept: another process made the same thing at the same time.
     """
     if replace and target.exists():
-        old = Path(tempfile.mkdtemp(prefix=".old-", dir=target.parent))
+        old = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}old-", dir=target.parent))
         try:
             os.replace(target, old / target.name)
         except FileNotFoundError:

@@ -40,7 +40,7 @@ def write(repository: Path, plan: Plan, base: str | Iterable[str], *, ref: str, 
         if not isinstance(base, str):
             _commit(stream, ref, 1, f"ComfyUI {plan.version}\n", AUTHOR, EPOCH)
             for name in base:
-                _file(stream, plan.root, name, (plan.root / name).read_bytes())
+                _file(stream, plan, name, plan.files.read(name))
         made: list[str] = []
         for order in range(len(plan.patches)):
             files = plan.changed(order)
@@ -49,7 +49,7 @@ def write(repository: Path, plan: Plan, base: str | Iterable[str], *, ref: str, 
             _commit(stream, ref, order + 2, plan.message(order), who, when, base if not made and isinstance(base, str) else "")
             made.append(f":{order + 2}")
             for name, data in files.items():
-                _file(stream, plan.root, name, data)
+                _file(stream, plan, name, data)
         stream.write(b"done\n")
         stream.seek(0)
         marks = Path(work, "marks")
@@ -65,8 +65,8 @@ def _commit(stream: IO[bytes], ref: str, mark: int, message: str, who: str, when
         stream.write(f"from {start}\n".encode())
 
 
-def _file(stream: IO[bytes], root: Path, name: str, data: bytes) -> None:
-    mode = b"100755" if os.access(root / name, os.X_OK) else b"100644"
+def _file(stream: IO[bytes], plan: Plan, name: str, data: bytes) -> None:
+    mode = b"100755" if plan.files.executable(name) else b"100644"
     path = os.fsencode(name)
     if path.startswith(b'"') or b"\n" in path:
         path = b'"' + path.replace(b"\\", b"\\\\").replace(b'"', b'\\"').replace(b"\n", b"\\n") + b'"'

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 
 class ForkError(Exception):
@@ -25,6 +26,14 @@ class TargetError(ForkError):
 
 class ToolError(ForkError):
     """A program that is needed is missing or failed."""
+
+
+def expanded(path: Path) -> Path:
+    """`path` from the root, with the home folder for a leading ``~``. Raises `ForkError` where none is known."""
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError as error:
+        raise ForkError(f"{path}: no home folder is known for {path.parts[0]}: write the path in full") from error
 
 
 def explain_os_error(error: OSError, path: str | os.PathLike[str]) -> TargetError:

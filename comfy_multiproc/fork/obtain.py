@@ -189,7 +189,7 @@ def _from_clone(release: str, progress: Progress) -> Source:
         new.mkdir()
         try:
             done = process.watch(
-                ["git", "clone", "--progress", "--depth=1", "--branch", f"v{release}", "-c", "advice.detachedHead=false", REPOSITORY, "ComfyUI"],
+                [*git.COMMAND, "clone", "--progress", "--depth=1", "--branch", f"v{release}", "-c", "advice.detachedHead=false", "-c", "core.autocrlf=false", REPOSITORY, "ComfyUI"],
                 cwd=new,
                 env=git.environment(),
                 on_line=lambda line: progress(f"{title}: {line}"),

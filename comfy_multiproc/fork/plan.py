@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .anchors import AnchorError, Place, SourceFile, resolve
 from .errors import ForkError
+from .git import Commit, Folder
 from .growing import new_files
 from .series import Insert, Patch, wrapped
 
@@ -44,6 +45,7 @@ class Plan:
     root: Path
     version: str
     patches: Sequence[Patch]
+    files: Commit | Folder
     results: list[Resolved] = field(default_factory=list)
     sources: dict[str, SourceFile] = field(default_factory=dict)
     hooks: dict[str, list[Hook]] = field(default_factory=dict)
@@ -88,12 +90,12 @@ def describe(version: str, result: Resolved) -> str:
     return f"patch {result.patch}: {anchor.file}{scope}: {anchor}: {result.message} (ComfyUI {version})"
 
 
-def make_plan(root: Path, version: str, patches: Sequence[Patch]) -> Plan:
-    """Resolves and proves the whole series against the pristine tree at `root`. Reads only."""
-    plan = Plan(root, version, patches)
+def make_plan(root: Path, version: str, patches: Sequence[Patch], base: str | None = None) -> Plan:
+    """Resolves and proves the whole series against the pristine tree at `root`, or against its commit `base`. Reads only."""
+    plan = Plan(root, version, patches, Commit(root, base) if base else Folder(root))
     for order, patch in enumerate(patches):
         for insert in patch.inserts:
-            plan.results.append(resolve_insert(plan, root, order, patch.name, insert))
+            plan.results.append(resolve_insert(plan, order, patch.name, insert))
         for add in patch.adds:
             if (root / add.path).exists():
                 plan.taken[add.path] = patch.name
@@ -102,13 +104,13 @@ def make_plan(root: Path, version: str, patches: Sequence[Patch]) -> Plan:
     return plan
 
 
-def resolve_insert(plan: Plan, root: Path, order: int, patch: str, insert: Insert) -> Resolved:
+def resolve_insert(plan: Plan, order: int, patch: str, insert: Insert) -> Resolved:
     if not insert.exists_in(plan.version):
         return Resolved(patch, insert, "absent")
     name = insert.anchor.file
     try:
         if name not in plan.sources:
-            plan.sources[name] = SourceFile(name, (root / name).read_bytes())
+            plan.sources[name] = SourceFile(name, plan.files.read(name))
         source = plan.sources[name]
         if insert.where_present and insert.anchor.scope and insert.anchor.scope not in source.scopes:
             return Resolved(patch, insert, "absent")
@@ -120,7 +122,7 @@ def resolve_insert(plan: Plan, root: Path, order: int, patch: str, insert: Inser
     except AnchorError as error:
         return Resolved(patch, insert, "error", message=str(error))
     code = textwrap.indent(textwrap.dedent(insert.code), place.indent.decode("ascii"))
-    lines = tuple(line.encode(source.encoding) + source.newline for line in code.split("\n"))
+    lines = tuple(line.encode(source.encoding.removesuffix("-sig")) + source.newline for line in code.split("\n"))
     plan.hooks.setdefault(name, []).append(Hook(place, order, lines))
     return Resolved(patch, insert, "ok", line=place.line + 1)
 

@@ -19,6 +19,7 @@
     only = ["provider.py", "ladder.py"]    # names in that folder; without it, all that is there
 """
 
+import ast
 import textwrap
 import tomllib
 from collections.abc import Iterator
@@ -154,6 +155,11 @@ def read_insert(path: Path, index: int, entry: dict[str, Any]) -> Insert:
     code = entry["code"].strip("\n")
     if not code.strip():
         raise SeriesError(f"patch {path.name}, {place}: code is empty")
+    try:
+        # By itself, so that an open bracket, string or line cannot take in what upstream has below it.
+        ast.parse(textwrap.dedent(code) + ("\ndef below(): pass" if anchor.where.startswith("decorate") else "\n"))
+    except SyntaxError as error:
+        raise SeriesError(f"patch {path.name}, {place}: code is not whole statements: {error.msg}") from error
     return Insert(anchor, code, entry.get("since", ""), entry.get("until", ""), where_present)
 
 

@@ -63,16 +63,17 @@ def build(source: Source, target: Path, *, force: bool = False, progress: Progre
     if target.resolve() == source.path:
         raise TargetError(f"{target} is the upstream tree itself, which is never modified: choose another --dir, or use `series apply`")
     with _pristine(source) as (source, base):
-        plan = make_plan(source.path, source.version, series.load())
+        plan = make_plan(source.path, source.version, series.load(), base)
         plan.require_ok()
-        stamp = _stamp(plan, base)
-        with writing(target), locked(target):
+        start = base or _base_files(source)
+        stamp = _stamp(plan, start)
+        with writing(target), locked(target, progress):
             note = _read_note(target)
             if note is None:
                 if target.exists() and (not target.is_dir() or any(target.iterdir())):
                     raise TargetError(f"{target} exists and was not built by this command: choose another --dir, or move it away")
                 progress(f"building ComfyUI {source.version} with {len(plan.patches)} patches in {target}")
-                return _create(plan, source, base, target, stamp)
+                return _create(plan, source, start, target, stamp)
             if note.get("state") == "ready":
                 edited = _edited(target, note["head"])
                 if edited and not force:
@@ -83,8 +84,8 @@ def build(source: Source, target: Path, *, force: bool = False, progress: Progre
                 raise TargetError(f"{target} would be changed, and {running_there}: stop that first, or choose another --dir")
             progress(f"updating {target} to ComfyUI {source.version} with {len(plan.patches)} patches")
             if base is not None:
-                git.run("fetch", "--quiet", "--no-tags", str(source.path), base, cwd=target)
-            return _commit(plan, source, base, target, stamp, target)
+                git.run("fetch", "--quiet", "--no-tags", "--update-shallow", str(source.path), base, cwd=target)
+            return _commit(plan, start, target, stamp, target)
 
 
 def apply(path: Path, *, force: bool = False, progress: Progress = _quiet) -> Built:
@@ -99,7 +100,7 @@ def apply(path: Path, *, force: bool = False, progress: Progress = _quiet) -> Bu
         raise UpstreamError(f"{source.path} already has a branch {BRANCH}: delete or rename it, or --force to replace it")
     with _pristine(source) as (pristine, base):
         assert base is not None
-        plan = make_plan(pristine.path, source.version, series.load())
+        plan = make_plan(pristine.path, source.version, series.load(), base)
         plan.require_ok()
         progress(f"committing {len(plan.patches)} patches on the branch {BRANCH}")
         made = commits.write(source.path, plan, base, ref="refs/multiproc/new")
@@ -119,7 +120,7 @@ def export(source: Source, out: Path, *, author: str | None = None, progress: Pr
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise TargetError(f"{out} is not empty: choose another --out, so that old and new patches do not mix")
     with _pristine(source) as (source, base), writing(out):
-        plan = make_plan(source.path, source.version, series.load())
+        plan = make_plan(source.path, source.version, series.load(), base)
         plan.require_ok()
         who = author or _identity()
         with cache.scratch(out.parent) as work:
@@ -127,7 +128,7 @@ def export(source: Source, out: Path, *, author: str | None = None, progress: Pr
             made = commits.write(repository, plan, base or _base_files(source), ref="refs/heads/export", author=who)
             progress(f"writing {len(made.series)} patches to {out}")
             git.run("format-patch", "--quiet", "--no-signature", "--no-renames", "--full-index", "--binary", "--output-directory", str(work / "patches"),
-                    f"{made.base}..{made.head}", cwd=repository)
+                    f"{made.base}..{made.head}", cwd=repository, settings=False)
             out.mkdir(parents=True, exist_ok=True)
             out.rmdir()
             os.replace(work / "patches", out)
@@ -171,7 +172,8 @@ def _base_files(source: Source) -> list[str]:
         return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     with cache.scratch(cache.folder()) as work:
         git.run("init", "--quiet", "--bare", str(work / "git"))
-        listed = git.run(f"--git-dir={work / 'git'}", f"--work-tree={root}", "ls-files", "--others", "--exclude-standard", "-z", cwd=root)
+        # upstream's .gitignore says what is a person's own; that person's ignored files say nothing about upstream's
+        listed = git.run("-c", f"core.excludesFile={os.devnull}", f"--git-dir={work / 'git'}", f"--work-tree={root}", "ls-files", "--others", "--exclude-standard", "-z", cwd=root)
     extra = {path.relative_to(root).as_posix() for pattern in _TRACKED_THOUGH_IGNORED for path in root.glob(pattern) if path.is_file()}
     return sorted(extra.union(name for name in listed.split("\0") if name and (root / name).is_file()))
 
@@ -182,38 +184,38 @@ def _repository(place: Path, source: Source, base: str | None) -> Path:
         git.run("init", "--quiet", f"--initial-branch={BRANCH}", str(place))
     else:
         git.run("clone", "--quiet", "--no-checkout", str(source.path), str(place))
-    for key, value in (("core.autocrlf", "false"), ("core.hooksPath", "/dev/null"), ("commit.gpgsign", "false"), ("advice.detachedHead", "false")):
+    for key, value in (("core.autocrlf", "false"), ("core.eol", "lf"), ("core.attributesFile", os.devnull)):
         git.run("config", key, value, cwd=place)
     return place
 
 
-def _create(plan: Plan, source: Source, base: str | None, target: Path, stamp: str) -> Built:
+def _create(plan: Plan, source: Source, start: str | list[str], target: Path, stamp: str) -> Built:
     with cache.scratch(target.parent) as work:
-        place = _repository(work / "tree", source, base)
-        built = _commit(plan, source, base, place, stamp, target)
+        place = _repository(work / "tree", source, start if isinstance(start, str) else None)
+        built = _commit(plan, start, place, stamp, target)
         if target.exists():
             target.rmdir()
         os.rename(place, target)
     return built
 
 
-def _commit(plan: Plan, source: Source, base: str | None, repository: Path, stamp: str, target: Path) -> Built:
-    made = commits.write(repository, plan, base or _base_files(source), ref="refs/multiproc/new")
+def _commit(plan: Plan, start: str | list[str], repository: Path, stamp: str, target: Path) -> Built:
+    for left in (*repository.glob(".git/*.lock"), *repository.glob(".git/refs/**/*.lock")):
+        left.unlink()       # of a git that was killed in an interrupted build; ours is the only one here
+    made = commits.write(repository, plan, start, ref="refs/multiproc/new")
     note = {"version": plan.version, "base": made.base, "head": made.head, "stamp": stamp}
     _write_note(repository, note | {"state": "building"})
-    for left in repository.glob(".git/*.lock"):
-        left.unlink()       # of a git that was killed in an interrupted build; ours is the only one here
     git.run("symbolic-ref", "HEAD", f"refs/heads/{BRANCH}", cwd=repository)
     git.run("reset", "--quiet", "--hard", made.head, cwd=repository)
     _write_note(repository, note | {"state": "ready"})
     return Built(target, plan.version, made.base, made.head)
 
 
-def _stamp(plan: Plan, base: str | None) -> str:
-    """What a built tree depends on: upstream's bytes that matter, the patches, our files."""
-    total = hashlib.sha256(f"{plan.version} {base}\n".encode())
-    for name, source in sorted(plan.sources.items()):
-        total.update(f"{name} {hashlib.sha256(source.data).hexdigest()}\n".encode())
+def _stamp(plan: Plan, start: str | list[str]) -> str:
+    """What a built tree depends on: upstream's commit, or its files where it is in none; the patches, our files."""
+    total = hashlib.sha256(f"{plan.version} {start if isinstance(start, str) else None}\n".encode())
+    for name in [] if isinstance(start, str) else start:
+        total.update(f"{name} {cache.file_digest(plan.root / name)}\n".encode("utf-8", "surrogateescape"))
     for order, patch in enumerate(plan.patches):
         total.update(patch.message.encode())
         for name, data in sorted(plan.changed(order).items()):

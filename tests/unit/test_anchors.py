@@ -363,6 +363,8 @@ def test_refuses_an_anchor_that_makes_no_sense(anchor, message):
     pytest.param(b"x = 1\r\ny = 2\r\n", id="crlf"),
     pytest.param(b"y = 2\nx = 1", id="no newline at the end"),
     pytest.param(b"\xef\xbb\xbf# caf\xc3\xa9\nx = 1\n", id="byte order mark"),
+    pytest.param(b"\xef\xbb\xbfx = 1\ny = 2\n", id="byte order mark before the statement"),
+    pytest.param(b"# -*- coding: latin-1 -*-\nx = '\xe9\xe9'\ny = 2\n", id="latin-1 in the statement"),
     pytest.param(b"# -*- coding: latin-1 -*-\n# caf\xe9\nx = 1\n", id="latin-1"),
     pytest.param(b"a = '''\nx = 2\n'''\nx = 1\n", id="multi-line string"),
     pytest.param(b"if a:\n\tx = 1\n", id="tabs"),

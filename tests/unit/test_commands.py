@@ -72,6 +72,7 @@ def test_an_old_python_can_read_the_file_that_refuses_it() -> None:
         (["build", "--upstream", "{tmp}"], "is not a ComfyUI tree"),
         (["build", "--release", "newest"], "is not a ComfyUI release"),
         (["series", "apply", "{tmp}/nothing"], "does not exist"),
+        (["build", "--upstream", "~nobody-of-this-name/x"], "no home folder is known for ~nobody-of-this-name"),
         (["series", "export", "{tmp}", "--out", "{tmp}/out"], "is not a ComfyUI tree"),
         (["series", "show", "nothing"], "names no patch: choose from"),
         (["series", "export", "--out", "{tmp}/out", "--author", "nobody"], "is not of the form \"Name <mail>\""),
@@ -103,6 +104,11 @@ def test_an_output_that_nobody_reads_is_no_crash() -> None:
     with os.fdopen(writing, "wb") as out:
         done = subprocess.run([sys.executable, "-m", "comfy_multiproc", "series", "show"], cwd=ROOT, stdout=out, stderr=subprocess.PIPE, timeout=60)
     assert done.returncode == 1 and b"Traceback" not in done.stderr and b"Exception" not in done.stderr
+
+
+def test_an_output_that_is_closed_is_no_crash() -> None:
+    done = subprocess.run(["sh", "-c", 'exec "$0" -m comfy_multiproc series show 01 >&- 2>&-', sys.executable], cwd=ROOT, timeout=60)
+    assert done.returncode == 0
 
 
 def test_a_tree_that_the_series_does_not_fit(tmp_path: Path) -> None:

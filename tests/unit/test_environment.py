@@ -72,6 +72,26 @@ def test_what_is_missing_is_installed_once(fresh: Path, project: Project) -> Non
     uninstall(env, "mpone")
 
 
+def test_a_package_that_pip_left_half_installed_is_installed_again(fresh: Path, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_USER", "1")     # how some machines are set up, and pip refuses it in an environment
+    project("mphalf", "1.0")
+    wheel = next(Path(os.environ["PIP_FIND_LINKS"].removeprefix("file://")).glob("mphalf*"))
+    whole = wheel.read_bytes()
+    with zipfile.ZipFile(wheel) as file:
+        content = {name: file.read(name) for name in file.namelist()} | {"mphalf.py": b"whole = True"}
+    with zipfile.ZipFile(wheel, "w") as file:
+        for name in sorted(content, key=lambda name: ("METADATA" not in name, "RECORD" in name)):   # some builders begin with the metadata
+            file.writestr(name, content[name])
+    wheel.write_bytes(wheel.read_bytes().replace(b"whole = True", b"whole = Fals"))      # ends pip in the middle, as a full disk does
+    env = Environment(fresh)
+    with pytest.raises(ToolError, match="pip could not install"):
+        env.ensure(["mphalf"], quiet)
+    wheel.write_bytes(whole)
+    assert env.ensure(["mphalf"], quiet)
+    subprocess.run([env.python, "-c", "import mphalf"], check=True)
+    uninstall(env, "mphalf")
+
+
 def test_what_cannot_be_installed_is_named(fresh: Path, project: Project) -> None:
     project("mpone", "1.0")
     env = Environment(fresh)
@@ -91,6 +111,25 @@ def test_an_environment_that_works_is_left_alone(fresh: Path) -> None:
     said: list[str] = []
     Environment(fresh).create(said.append)
     assert mine.exists() and said == []
+
+
+def test_an_environment_without_pip_gets_it_and_keeps_what_is_in_it(tmp_path: Path) -> None:
+    """As `uv venv` makes them."""
+    folder = tmp_path / ".venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (folder / "mine.txt").touch()
+    Environment(folder).create(quiet)
+    assert Environment(folder).works() and (folder / "mine.txt").exists()
+
+
+def test_an_environment_that_cannot_be_used_is_not_deleted(tmp_path: Path) -> None:
+    env = Environment(tmp_path)
+    env.python.parent.mkdir()
+    env.python.write_text("#!/bin/sh\ncase $2 in pass) exit 0;; esac\nexit 1\n")
+    env.python.chmod(0o755)
+    with pytest.raises(TargetError, match="older Python.*move it away"):
+        env.create(quiet)
+    assert env.python.exists()
 
 
 @pytest.mark.parametrize("left", ["lib", "pyvenv.cfg"])

@@ -139,6 +139,8 @@ def test_new_files_are_such_as_git_takes_without_a_warning():
     ("rows = [1, 42]", "rows = [", "is not TOML"),
     ("rows =", "tests = 3\nrows =", "tests is a list of paths"),
     ("    if x:\n        hook()", "", "insert 1: code is empty"),
+    ("        hook()", "        hook()\n    y = w\\\\", "insert 1: code is not whole statements"),
+    ("        hook()", "", "insert 1: code is not whole statements"),
     ("[[insert]]", '[[add]]\npath = "comfy/nowhere"\n\n[[insert]]', "add 1: there is no comfy/nowhere"),
     ("[[insert]]", '[[add]]\npath = "patches"\nonly = ["none.toml"]\n\n[[insert]]', "add 1: there is no patches/none.toml"),
     ("[[insert]]", '[[add]]\npath = "patches"\nonly = "none.toml"\n\n[[insert]]', "add 1: only is a list of names in patches"),
@@ -206,8 +208,8 @@ def test_plan_refuses_a_file_that_is_not_there(tmp_path):
 
 
 def test_plan_refuses_code_that_does_not_compile(tmp_path):
-    write(tmp_path / "p", GOOD.replace("hook()", "hook("))
-    made = plan.make_plan(make_tree(tmp_path, a__py="x = 1\n"), "0.30.0", series.load(tmp_path / "p"))
+    write(tmp_path / "p", GOOD.replace('"after"', '"decorate-inner"').replace('what = "assign x"', 'scope = "f"'))
+    made = plan.make_plan(make_tree(tmp_path, a__py="@g\ndef f(): pass\n"), "0.30.0", series.load(tmp_path / "p"))
     assert not made.ok and "does not compile" in made.results[0].message
 
 

@@ -1,5 +1,6 @@
 """Building, updating, applying and exporting, on a small tree with git."""
 
+import errno
 import os
 import shutil
 import signal
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from comfy_multiproc.fork import commits, git, series, tree
+from comfy_multiproc.fork import commits, git, locking, series, tree
 from comfy_multiproc.fork.errors import ForkError, TargetError, UpstreamError
 from comfy_multiproc.fork.plan import PlanError
 from comfy_multiproc.fork.upstream import Source, checkout
@@ -101,6 +102,124 @@ def test_builds_on_the_history_of_a_checkout_and_leaves_it_alone(project, reposi
 
 def test_the_same_series_gives_the_same_commits(project, plain, tmp_path):
     assert tree.build(checkout(plain), tmp_path / "one").head == tree.build(checkout(plain), tmp_path / "two").head
+
+
+def test_the_byte_order_mark_of_a_file_stays_its_only_one(project, plain, tmp_path):
+    (plain / "comfy/model_management.py").write_bytes(b"\xef\xbb\xbfx = 1\ny = 2\n")
+    built = tree.build(checkout(plain), tmp_path / "fork")
+    assert (built.path / "comfy/model_management.py").read_bytes() == b"\xef\xbb\xbfx = 1\nhook_a = 1\nhook_b = 1\ny = 2\n"
+
+
+def test_a_plain_folder_that_changed_is_built_anew(project, plain, tmp_path):
+    tree.build(checkout(plain), tmp_path / "fork")
+    assert tree.build(checkout(plain), tmp_path / "fork").reused
+    (plain / "main.py").write_text("newer\n")       # no hook goes into it
+    tree.build(checkout(plain), tmp_path / "fork")
+    assert (tmp_path / "fork/main.py").read_text() == "newer\n"
+
+
+@pytest.mark.parametrize("differs", ["line ends", "mode", "hidden edit"])
+def test_what_a_checkout_makes_of_the_commit_is_in_no_patch(project, repository, tmp_path, differs):
+    file = repository / "comfy/model_management.py"
+    file.write_bytes(b"x = 1\ny = 2\n")
+    git.run("commit", "-q", "-a", "-m", "LF", cwd=repository)
+    if differs == "line ends":
+        git.run("config", "core.autocrlf", "true", cwd=repository)
+        file.unlink()
+        git.run("checkout", "-q", "comfy", cwd=repository)
+        assert b"\r\n" in file.read_bytes()
+    elif differs == "mode":
+        git.run("config", "core.fileMode", "false", cwd=repository)
+        file.chmod(0o755)
+    else:
+        git.run("update-index", "--skip-worktree", "comfy/model_management.py", cwd=repository)
+        file.write_text("x = 1\nmine = 3\n")
+    built = tree.build(checkout(repository), tmp_path / "fork")
+    changed = git.run("diff", "--numstat", "--summary", built.base, built.head, "--", "comfy/model_management.py", cwd=built.path)
+    assert changed.split() == ["2", "0", "comfy/model_management.py"]
+
+
+def test_a_shallow_checkout_that_moved_on(project, repository, tmp_path):
+    mine = tmp_path / "mine"
+    git.run("clone", "-q", "--depth=1", repository.as_uri(), str(mine))
+    fork = tree.build(checkout(mine), tmp_path / "fork")
+    for text in ("1\n", "2\n"):
+        (repository / "main.py").write_text(text)
+        git.run("commit", "-q", "-a", "-m", "newer", cwd=repository)
+    git.run("fetch", "-q", "--depth=1", cwd=mine)
+    git.run("reset", "-q", "--hard", "FETCH_HEAD", cwd=mine)
+    assert not tree.build(checkout(mine), fork.path).reused
+    assert series_of(fork.path) == ["newer", "model_management: a", "model_management: b"]
+
+
+SETTINGS = """
+[core]
+    excludesFile = {home}/ignored
+    attributesFile = {home}/attributes
+    autocrlf = true
+    hooksPath = {home}/hooks
+[init]
+    templateDir = {home}/template
+[commit]
+    gpgsign = true
+[user]
+    useConfigOnly = true
+[diff]
+    noprefix = true
+    context = 0
+[format]
+    suffix = .eml
+    coverLetter = true
+    useAutoBase = true
+    attach = true
+[color]
+    ui = always
+"""
+
+
+def test_the_settings_of_whoever_runs_it_change_nothing(project, plain, tmp_path, monkeypatch, request):
+    expected = tree.build(checkout(plain), tmp_path / "expected").head
+    home = tmp_path / "home"
+    for folder in ("hooks", "template/info"):
+        (home / folder).mkdir(parents=True)
+    (home / "ignored").write_text("*.sh\n")
+    (home / "template/info/exclude").write_text("main.py\n")
+    (home / "attributes").write_text("* text=auto eol=crlf\n")
+    for hook in ("post-checkout", "reference-transaction"):
+        (home / "hooks" / hook).write_text("#!/bin/sh\nexit 1\n")
+        (home / "hooks" / hook).chmod(0o755)
+    repository = request.getfixturevalue("repository")
+    shutil.copytree(repository, tmp_path / "plain", ignore=shutil.ignore_patterns(".git"))
+    (home / "settings").write_text(SETTINGS.format(home=home))
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(home / "settings"))
+    fork = tree.build(checkout(tmp_path / "plain"), tmp_path / "fork")
+    assert fork.head == expected and (fork.path / "main.py").read_bytes() == b"pass\n"
+    files = tree.export(checkout(repository), tmp_path / "out")
+    assert [file.name for file in files] == ["0001-model_management-a.patch", "0002-model_management-b.patch"]
+    applied = tree.apply(repository)
+    monkeypatch.delenv("GIT_CONFIG_GLOBAL")
+    git.run("checkout", "-q", "--force", "--detach", applied.base, cwd=repository)
+    git.run("am", "-q", "--keep-cr", *map(str, files), cwd=repository)
+    assert git.run("rev-parse", "HEAD^{tree}", cwd=repository) == git.run("rev-parse", f"{applied.head}^{{tree}}", cwd=repository)
+
+
+def test_nothing_of_the_users_is_swept(project, plain, tmp_path):
+    """The folder that a fork is built in is often the home folder."""
+    (tmp_path / ".old-dotfiles").mkdir()
+    os.utime(tmp_path / ".old-dotfiles", (1, 1))
+    tree.build(checkout(plain), tmp_path / "fork")
+    assert (tmp_path / ".old-dotfiles").exists()
+
+
+def test_a_file_system_without_locks_stops_no_build(project, plain, tmp_path, monkeypatch):
+    def none(handle):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(locking, "_try", none)
+    fork = tree.build(checkout(plain), tmp_path / "fork")
+    (fork.path / "user").mkdir()
+    (fork.path / "user/comfyui.db.lock").touch()
+    assert not tree.build(checkout(plain), fork.path, force=True).reused
 
 
 def test_a_tree_inside_another_repository_is_a_plain_folder(project, plain, tmp_path):
@@ -234,6 +353,7 @@ def test_an_interrupted_build_is_mended_by_the_next(project, repository, tmp_pat
     if step == "reset":
         (fork.path / "main.py").unlink()        # what a half-done reset leaves behind
         (fork.path / ".git" / "index.lock").touch()
+        (fork.path / ".git" / "refs" / "multiproc" / "new.lock").touch()
     assert not (tmp_path / "second").exists()
     for target in (fork.path, tmp_path / "second"):
         built = tree.build(checkout(repository), target)
@@ -287,14 +407,15 @@ def test_a_fork_is_not_changed_under_a_server_that_runs_from_it(project, reposit
 
 
 def test_a_killed_builder_leaves_no_lock(project, repository, tmp_path):
-    code = f"from pathlib import Path\nfrom comfy_multiproc.fork.locking import locked\nwith locked(Path({str(tmp_path / 'fork')!r})):\n    print('held', flush=True)\n    input()"
+    code = f"from pathlib import Path\nfrom comfy_multiproc.fork.locking import locked\nwith locked(Path({str(tmp_path / 'fork')!r}), print):\n    print('held', flush=True)\n    input()"
     holder = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(Path(tree.__file__).parents[2])},
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
-    from comfy_multiproc.fork.locking import locked
+    said: list[str] = []
     with pytest.raises(TargetError, match="another process has been building"):
-        with locked(tmp_path / "fork", patience=0.2):
+        with locking.locked(tmp_path / "fork", said.append, patience=0.2):
             pass
+    assert "Waiting for another process" in said[0]
     holder.send_signal(signal.SIGKILL)
     holder.communicate(timeout=30)
     assert not tree.build(checkout(repository), tmp_path / "fork").reused

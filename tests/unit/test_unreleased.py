@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from comfy_multiproc.fork import plan, series
+from comfy_multiproc.fork import git, plan, series
 from tests.unit.test_consult import card, peer  # noqa: F401  (card is a fixture)
 
 VOXELS = '''
@@ -68,9 +68,9 @@ def hooked(tmp_path, file, source, **names):
     path = tmp_path / file
     path.parent.mkdir(parents=True)
     path.write_text(source)
-    found = plan.Plan(tmp_path, "99.0.0", ())
+    found = plan.Plan(tmp_path, "99.0.0", (), git.Folder(tmp_path))
     inserts = [insert for patch in series.load() for insert in patch.inserts if insert.where_present and insert.anchor.file == file]
-    results = [plan.resolve_insert(found, tmp_path, order, "", insert) for order, insert in enumerate(inserts)]
+    results = [plan.resolve_insert(found, order, "", insert) for order, insert in enumerate(inserts)]
     assert results and {result.status for result in results} == {"ok"}, results
     text = plan.render(found.sources[file], found.hooks[file]).decode()
     exec(compile(text, file, "exec"), names)  # noqa: S102  (text of this file)

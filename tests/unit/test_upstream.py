@@ -173,7 +173,7 @@ def pin(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
 
 def left_behind() -> list[str]:
     """What is in the cache beside finished things."""
-    return [path.name for path in cache.folder().rglob("*") if path.name.startswith((".new-", ".old-"))]
+    return [path.name for path in cache.folder().rglob("*") if path.name.startswith(cache.SCRATCH)]
 
 
 def test_a_pinned_release_is_downloaded_once_and_nothing_in_it_is_executed(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,12 +270,13 @@ def test_an_interrupted_run_leaves_nothing_and_the_next_one_succeeds(index: Path
 def test_what_a_killed_run_left_is_cleared_after_a_day(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pin(monkeypatch, archive(index, {}))
     place = cache.folder() / "upstream"
-    for name, age in ((".new-old", 100_000), (".new-running", 10)):
+    names = ("new-old", 100_000), ("old-old", 100_000), ("new-running", 10)
+    for name, age in ((cache.SCRATCH + name, age) for name, age in names):
         (place / name).mkdir(parents=True)
         then = (place / name).stat().st_mtime - age
         os.utime(place / name, (then, then))
     upstream.find(None, RELEASE)
-    assert left_behind() == [".new-running"]
+    assert left_behind() == [cache.SCRATCH + "new-running"]
 
 
 def test_two_at_once_get_the_same_whole_tree(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
