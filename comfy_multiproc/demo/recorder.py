@@ -81,7 +81,10 @@ class Outstanding:
 
 
 class Recorder:
-    """Samples in a thread from entering to leaving. `read` gives (held, claimed, names) by process id; `logs` are followed."""
+    """Samples in a thread from entering to leaving. `read` gives (held, claimed, names) by process id; `logs` are followed.
+
+    What `read` raises is raised at leaving: a recording that broke off would have seen nothing go wrong.
+    """
 
     def __init__(self, size: int, read: Callable[[], tuple[dict[int, int], dict[int, int], dict[int, str]]], logs: Mapping[str, Path]):
         self.recording = Recording(size)
@@ -90,24 +93,30 @@ class Recorder:
         self._began = time.monotonic()
         self._stop = threading.Event()
         self._outstanding = Outstanding()
+        self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="demo recorder", daemon=True)
 
     def __enter__(self) -> Recorder:
         self._thread.start()
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, *exc: object) -> None:
         self._stop.set()
         self._thread.join(10)
+        if self._failure is not None and kind is None:
+            raise self._failure
 
     def mark(self, kind: str, text: str) -> None:
         """Put a mark at this moment."""
         self.recording.events.append(Event(time.monotonic() - self._began, kind, text))
 
     def _run(self) -> None:
-        while not self._stop.wait(INTERVAL):
+        try:
+            while not self._stop.wait(INTERVAL):
+                self._sample()
             self._sample()
-        self._sample()
+        except Exception as error:
+            self._failure = error
 
     def _sample(self) -> None:
         held, claimed, names = self._read()

@@ -150,6 +150,17 @@ def test_a_thread_is_on_the_card_too(card):
         assert seen.pop() == (torch.device("cpu"), True, card.device, 4 * MIB)
 
 
+def test_a_file_is_loaded_onto_the_card(card, tmp_path):
+    import torch
+    torch.save({"w": torch.ones(MIB), "v": torch.ones(2)}, tmp_path / "weights.pt")
+    loaded = torch.load(tmp_path / "weights.pt", map_location=card.device)
+    assert loaded["w"].device == loaded["v"].device == card.device and card.read().used == 4 * MIB + 8
+    assert torch.load(tmp_path / "weights.pt", map_location="cpu")["w"].device == torch.device("cpu")
+    del loaded
+    gc.collect()
+    assert card.read().used == 0
+
+
 def test_a_tensor_that_grows_is_counted_and_may_not_fit(card):
     import torch
     grown, out, ones = torch.empty(0, device=card.device), torch.empty(0, device=card.device), torch.ones(2 * MIB, device=card.device)
@@ -157,6 +168,8 @@ def test_a_tensor_that_grows_is_counted_and_may_not_fit(card):
     assert card.read().used == 24 * MIB
     torch.add(ones, ones, out=out)
     assert card.read().used == 32 * MIB
+    ones.untyped_storage().resize_(0)
+    assert card.read().used == 24 * MIB
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(0, device=card.device).resize_(64 * MIB)
     del grown, out, ones
@@ -232,6 +245,18 @@ def test_afterwards_the_process_is_as_before():
     assert {name: value for name, value in vars(mm).items() if not name.startswith("__")} == before
     assert kept.device == torch.device("cpu") and kept.numpy().sum() == MIB and not mm.current_loaded_models
     assert not hasattr(torch, "npu")
+
+
+def test_a_card_that_cannot_be_made_changes_nothing(monkeypatch):
+    import comfy.model_management as mm
+    import torch
+
+    from comfy_multiproc.testing import virtual_card
+    from comfy_multiproc.testing.card import comfy
+    monkeypatch.setattr(comfy, "INFERENCE", "a figure that this ComfyUI does not have")
+    with pytest.raises(RuntimeError, match="no longer adds"), virtual_card("64M"):
+        pass
+    assert not hasattr(torch, "npu") and mm.get_torch_device() == torch.device("cpu")
 
 
 def test_what_outlives_a_card_is_not_on_the_next_one_of_the_same_file(tmp_path):

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from comfy_multiproc.demo import picture
 from comfy_multiproc.demo.recorder import Event, Outstanding, Recorder, Recording, Sample
 
@@ -16,6 +18,15 @@ def test_a_log_in_colour_reads_as_one_without(tmp_path: Path) -> None:
     (event,) = recorder.recording.releases()
     assert event.text == "worker checkpoint_pack asked ComfyUI for SD1ClipModel: 3 MB freed"
     assert (event.who, event.size) == ("ComfyUI", 3)
+
+
+def test_a_recording_that_breaks_off_is_no_recording() -> None:
+    def read() -> tuple[dict[int, int], dict[int, int], dict[int, str]]:
+        raise OSError("the card is gone")
+    with pytest.raises(OSError, match="gone"), Recorder(300 * MB, read, {}):
+        pass
+    with pytest.raises(ConnectionError), Recorder(300 * MB, read, {}):
+        raise ConnectionError("what went wrong first is said")
 
 
 def test_what_has_appeared_is_not_drawn_as_claimed_too() -> None:

@@ -48,23 +48,24 @@ class Books:
         weakref.finalize(storage, self._died, key).atexit = False
 
     def written(self, tensor: torch.Tensor) -> None:
-        """A tensor has been written into: book what its storage has grown or shrunk by if it is on a card.
+        """A tensor has been written into, which may have made its storage larger. Raises torch.OutOfMemoryError."""
+        if address(tensor) in self.known:
+            self.resized(with_bytes(tensor).untyped_storage())
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Book what a storage has grown or shrunk by, if it is on a card.
 
         Raises torch.OutOfMemoryError if it does not fit.
         """
-        key = address(tensor)
-        if key is None or (held := self.known.get(key)) is None:
+        if (held := self.known.get(storage._cdata)) is None:
             return
-        card, before = held
-        size = with_bytes(tensor).untyped_storage().nbytes()
+        (card, before), size = held, storage.nbytes()
         if size > before:
             with out_of_memory():
                 self.file.allocate(card, size - before)
         elif size < before:
             self.file.release(card, before - size)
-        else:
-            return
-        self.known[key] = card, size
+        self.known[storage._cdata] = card, size
 
     def close(self) -> None:
         """Forget everything. Tensors that were on a card are ordinary CPU tensors from now on."""
