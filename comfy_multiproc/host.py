@@ -306,15 +306,26 @@ class Worker:
             theirs.close()
             os.close(write)
         run.pid = run.process.pid
-        run.log = logs.WorkerLog(read, self.name)
-        guard.watch(run.pid or 0, run.token, spec.keep_processes)
-        for kind, handler in self._handlers.items():
-            run.link.on(kind, handler)
-        run.link.on("ready", lambda r: self._ready(run, Message("ready", r.body, r.take_fds())))
-        run.link.on("failed", lambda r: self._ready(run, failures.rebuild(r.body, f"worker {self.name}")))
+        try:
+            run.log = logs.WorkerLog(read, self.name)
+            guard.watch(run.pid or 0, run.token, spec.keep_processes)
+            for kind, handler in self._handlers.items():
+                run.link.on(kind, handler)
+            run.link.on("ready", lambda r: self._ready(run, Message("ready", r.body, r.take_fds())))
+            run.link.on("failed", lambda r: self._ready(run, failures.rebuild(r.body, f"worker {self.name}")))
+            run.link.start()
+        except BaseException:
+            # No thread or file more, perhaps: nobody would see to this process.
+            run.process.kill()      # not by its token: so early it may not be seen yet
+            if spawning.wait(run.process, GRACE) is not None:
+                run.process.close()
+            guard.forget(run.token)
+            ours.close()
+            if run.log is None:
+                os.close(read)
+            raise
         self._run = run
         self.starts += 1
-        run.link.start()
         recycling.look_after(self)
         return run
 

@@ -203,6 +203,7 @@ def test_what_others_start_meanwhile_is_not_taken_for_the_workers(make, monkeypa
     monkeypatch.setattr(subprocess, "Popen", popen)
     assert ask(worker, "about")["environment"][spawning.TOKEN]
     assert [spawning.TOKEN in text for text in started] == [False]
+    host.guard.forget("none")
 
 
 def test_the_python_of_a_virtual_environment_is_found_without_its_launcher(tmp_path):
@@ -251,6 +252,19 @@ def test_an_environment_without_python_is_an_error_at_once(make, tmp_path):
     with pytest.raises(OSError):
         make(python=tmp_path / "no" / "bin" / "python").start()
     assert len(os.listdir("/proc/self/fd")) <= files + 1     # the first start of all also starts multiprocessing's tracker
+
+
+def test_a_start_that_fails_half_way_leaves_no_process(make):
+    def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+    worker = make()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host.logs, "WorkerLog", no_thread)
+        with pytest.raises(RuntimeError, match="can't start"):
+            worker.start()
+    assert worker.state is host.State.STOPPED
+    assert not multiprocessing.active_children()
+    assert ask(worker, "echo", 1) == 1
 
 
 def test_no_worker_is_started_without_commit_headroom(make, monkeypatch):
