@@ -10,6 +10,7 @@ from typing import Any
 from comfy_multiproc.commands import common
 from comfy_multiproc.console import Console
 from comfy_multiproc.environment import TORCH, Environment, project_root, requirement_lines, test_requirements
+from comfy_multiproc.fork import process
 from comfy_multiproc.fork.errors import ForkError
 
 WORKERS = 4
@@ -59,23 +60,13 @@ def run(args: argparse.Namespace, console: Console) -> int:
         console.settle()
         command = [str(environment.python), "-m", "pytest", "-p", "tests.rows", *parallel(rest), "-o", f"cache_dir=.pytest_cache/{level}"]
         record = ["--rows-record", str(records / f"{level}.json")] if whole else []
-        codes[level] = pytest([*command, *record, *asked.get(level, [f"tests/{level}"]), *rest], root, fork)
+        codes[level] = process.attached([*command, *record, *asked.get(level, [f"tests/{level}"]), *rest], cwd=root, env=os.environ | fork, grace=GRACE)
         if codes[level] and {"-x", "--exitfirst", "--pdb"}.intersection(rest):
             break
     if whole:
         compare = [str(environment.python), "-m", "tests.rows", "write" if args.rows else "check", *(str(records / f"{level}.json") for level in chosen)]
         codes["docs/rows.md"] = subprocess.run(compare, cwd=root).returncode
     return summary(codes, console)
-
-
-def pytest(command: list[str], root: Path, fork: dict[str, str]) -> int:
-    with subprocess.Popen(command, cwd=root, env=os.environ | fork) as process:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            # The terminal has told pytest too, which ends its workers and reports; a second Ctrl-C does not wait for that.
-            process.wait(GRACE)
-            raise
 
 
 def summary(codes: dict[str, int], console: Console) -> int:

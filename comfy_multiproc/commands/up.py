@@ -1,13 +1,13 @@
 """up: everything from nothing to a running server."""
 
 import argparse
-import subprocess
 from typing import Any
 
 from comfy_multiproc import launch
 from comfy_multiproc.commands import common
 from comfy_multiproc.console import Console
 from comfy_multiproc.environment import TORCH, Environment, project_root, requirement_lines
+from comfy_multiproc.fork import process
 from comfy_multiproc.fork.errors import ForkError, writing
 from comfy_multiproc.testing.card.settings import CardSettings
 from comfy_multiproc.testing.card.virtual import server_environment
@@ -71,11 +71,7 @@ def demo(args: argparse.Namespace, console: Console) -> int:
     console.settle()
     command = [str(environment.python), "-m", "comfy_multiproc.demo", "--fork", str(built.path), "--upstream", str(source.path),
                "--out", str(project_root() / "build" / "demo"), "--device", args.device, *(["--keep"] if args.keep else [])]
-    with subprocess.Popen(command, cwd=project_root()) as process:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            return process.wait(launch.GRACE * 2)
+    return process.attached(command, cwd=project_root(), grace=launch.GRACE * 2)
 
 
 def card(text: str) -> CardSettings:

@@ -1,14 +1,17 @@
 """The series as git commits, written in one ``git fast-import`` stream, so that no index and no work tree is touched."""
 
+import contextlib
+import errno
 import os
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from . import git
+from .errors import explain_os_error
 from .plan import Plan
 
 AUTHOR = "ComfyUI Multiproc <comfyui-multiproc@localhost>"
@@ -36,7 +39,7 @@ def write(repository: Path, plan: Plan, base: str | Iterable[str], *, ref: str, 
     """
     who = author or AUTHOR
     when = int(time.time()) if author else EPOCH
-    with tempfile.TemporaryFile() as stream, tempfile.TemporaryDirectory() as work:
+    with _temporary() as (stream, work):
         if not isinstance(base, str):
             _commit(stream, ref, 1, f"ComfyUI {plan.version}\n", AUTHOR, EPOCH)
             for name in base:
@@ -52,10 +55,21 @@ def write(repository: Path, plan: Plan, base: str | Iterable[str], *, ref: str, 
                 _file(stream, plan, name, data)
         stream.write(b"done\n")
         stream.seek(0)
-        marks = Path(work, "marks")
+        marks = work / "marks"
         git.run("fast-import", "--quiet", "--done", "--force", f"--export-marks={marks}", cwd=repository, stdin=stream)
         numbers = dict(line.split() for line in marks.read_text("ascii").splitlines())
     return Commits(base if isinstance(base, str) else numbers[":1"], tuple(numbers[mark] for mark in made))
+
+
+@contextlib.contextmanager
+def _temporary() -> Iterator[tuple[IO[bytes], Path]]:
+    try:
+        with tempfile.TemporaryFile() as stream, tempfile.TemporaryDirectory() as work:
+            yield stream, Path(work)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise explain_os_error(error, f"{tempfile.gettempdir()}, the folder for temporary files (TMPDIR)") from error
 
 
 def _commit(stream: IO[bytes], ref: str, mark: int, message: str, who: str, when: int, start: str = "") -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import IO
@@ -11,6 +12,9 @@ from .errors import TargetError, ToolError, says_disk_full
 TIMEOUT = 900.0
 """Seconds after which a git command is given up: long enough for a clone over a slow line."""
 
+
+ALMOST_FULL = 1 << 20
+"""Bytes free on a disk that count as none."""
 
 # Hooks, templates and daemons of the user's have no part in this.
 COMMAND = ("git", "-c", f"core.hooksPath={os.devnull}", "-c", "init.templateDir=", "-c", "core.fsmonitor=false", "-c", "log.showSignature=false")
@@ -56,10 +60,12 @@ def run(*args: str, cwd: Path | None = None, timeout: float = TIMEOUT, stdin: IO
     """Runs git and returns its output. Raises `ToolError` with git's own words when it fails, `TargetError` on a full disk."""
     done = attempt(*args, cwd=cwd, timeout=timeout, stdin=stdin, settings=settings)
     if done.returncode:
-        if says_disk_full(done.stderr):
-            raise TargetError(f"cannot write {cwd or Path.cwd()}: the disk is full; free some space there or choose another folder")
+        place = cwd or Path.cwd()
+        # What git says of a file that it cannot write does not always say why.
+        if says_disk_full(done.stderr) or ("unable to write" in done.stderr and shutil.disk_usage(place).free < ALMOST_FULL):
+            raise TargetError(f"cannot write {place}: the disk is full; free some space there or choose another folder")
         said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
-        raise ToolError(f"git {' '.join(args[:2])} failed in {cwd or Path.cwd()}: {said}")
+        raise ToolError(f"git {' '.join(args[:2])} failed in {place}: {said}")
     return done.stdout
 
 

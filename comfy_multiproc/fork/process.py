@@ -79,6 +79,24 @@ def watch(
     return Finished(returncode, list(tail))
 
 
+def attached(args: Sequence[str], *, cwd: Path, grace: float, env: Mapping[str, str] | None = None) -> int:
+    """Runs a program that has the terminal; returns its exit code.
+
+    The terminal tells it of Ctrl-C too: it has `grace` seconds to finish, or until a second Ctrl-C, before it is ended.
+    """
+    with subprocess.Popen(args, cwd=cwd, env=env) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            try:
+                process.wait(grace)
+            except subprocess.TimeoutExpired:
+                pass
+            raise
+        finally:
+            process.kill()
+
+
 def _line(raw: bytes, tail: deque[str], on_line: Callable[[str], None]) -> None:
     line = raw.decode("utf-8", "replace").rstrip()
     if line:

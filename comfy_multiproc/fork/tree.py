@@ -152,7 +152,7 @@ def _pristine(source: Source) -> Iterator[tuple[Source, str | None]]:
         raise UpstreamError(f"{source.path} has the series in it and no commit without it: get a pristine checkout of ComfyUI {source.version}")
     base = git.run("rev-parse", f"{first}^", cwd=source.path).strip()
     with cache.scratch(cache.folder()) as work:
-        git.run("clone", "--quiet", "--no-checkout", str(source.path), str(work / "tree"))
+        git.run("clone", "--quiet", "--no-checkout", str(source.path), str(work / "tree"), cwd=work)
         git.run("checkout", "--quiet", "--detach", base, cwd=work / "tree")
         yield Source(work / "tree", version_of(work / "tree"), "checkout"), base
 
@@ -171,7 +171,7 @@ def _base_files(source: Source) -> list[str]:
     if source.kind == "sdist":
         return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     with cache.scratch(cache.folder()) as work:
-        git.run("init", "--quiet", "--bare", str(work / "git"))
+        git.run("init", "--quiet", "--bare", str(work / "git"), cwd=work)
         # upstream's .gitignore says what is a person's own; that person's ignored files say nothing about upstream's
         listed = git.run("-c", f"core.excludesFile={os.devnull}", f"--git-dir={work / 'git'}", f"--work-tree={root}", "ls-files", "--others", "--exclude-standard", "-z", cwd=root)
     extra = {path.relative_to(root).as_posix() for pattern in _TRACKED_THOUGH_IGNORED for path in root.glob(pattern) if path.is_file()}
@@ -181,9 +181,9 @@ def _base_files(source: Source) -> list[str]:
 def _repository(place: Path, source: Source, base: str | None) -> Path:
     """A new repository at `place`; with a base commit, one that has it and upstream's history."""
     if base is None:
-        git.run("init", "--quiet", f"--initial-branch={BRANCH}", str(place))
+        git.run("init", "--quiet", f"--initial-branch={BRANCH}", str(place), cwd=place.parent)
     else:
-        git.run("clone", "--quiet", "--no-checkout", str(source.path), str(place))
+        git.run("clone", "--quiet", "--no-checkout", str(source.path), str(place), cwd=place.parent)
     for key, value in (("core.autocrlf", "false"), ("core.eol", "lf"), ("core.attributesFile", os.devnull)):
         git.run("config", key, value, cwd=place)
     return place

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,6 +25,7 @@ from comfy_multiproc import doctor, launch
 from comfy_multiproc.commands import main, parser, split, test, up
 from comfy_multiproc.console import Console
 from comfy_multiproc.environment import Torch, project_root
+from comfy_multiproc.fork import process
 from comfy_multiproc.fork.errors import ForkError
 
 ROOT = project_root()
@@ -134,6 +136,22 @@ def test_a_disk_error_that_nobody_expected_is_still_one_message(tmp_path: Path, 
     err = io.StringIO()
     assert main(["build"], Console(io.StringIO(), err)) == 2
     assert err.getvalue() == f"comfy_multiproc: error: cannot write {tmp_path / 'f'}: the disk is full; free some space there or choose another folder\n"
+
+
+def test_what_does_not_end_with_ctrl_c_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupts = [KeyboardInterrupt()]
+    wait = subprocess.Popen.wait
+
+    def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if interrupts:
+            raise interrupts.pop()
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        process.attached([sys.executable, "-c", "import time; time.sleep(300)"], cwd=tmp_path, grace=0.1)
+    assert time.monotonic() - started < 60
 
 
 def test_ctrl_c_while_setting_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,9 +410,9 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
         return started[-1]
 
     yield begin
-    for process in started:
-        process.kill()
-        process.communicate()
+    for running in started:
+        running.kill()
+        running.communicate()
 
 
 def until(process: subprocess.Popen[str], start: str) -> str:

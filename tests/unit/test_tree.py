@@ -211,6 +211,15 @@ def test_nothing_of_the_users_is_swept(project, plain, tmp_path):
     assert (tmp_path / ".old-dotfiles").exists()
 
 
+def test_a_full_disk_is_named(project, plain, tmp_path, monkeypatch):
+    with monkeypatch.context() as full, pytest.raises(TargetError, match="temporary files .TMPDIR.: the disk is full"):
+        full.setattr(commits.tempfile, "TemporaryFile", lambda: open("/dev/full", "wb"))
+        tree.build(checkout(plain), tmp_path / "fork")
+    monkeypatch.setattr(git, "ALMOST_FULL", 1 << 62)
+    with pytest.raises(TargetError, match=f"cannot write {tmp_path}: the disk is full"):     # what `git reset` says of it
+        git.run("-c", "alias.fill=!echo error: unable to write file x >&2; false", "fill", cwd=tmp_path)
+
+
 def test_a_file_system_without_locks_stops_no_build(project, plain, tmp_path, monkeypatch):
     def none(handle):
         raise OSError(errno.ENOLCK, "No locks available")
