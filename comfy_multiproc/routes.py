@@ -20,6 +20,9 @@ HOP = frozenset(("connection", "keep-alive", "proxy-authenticate", "proxy-author
 ADDED = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 """aiohttp gives these to a request that has none, and a pack would answer in ways that the page never asked for."""
 
+HANDSHAKE = ("Authorization", "Cookie", "Origin", "User-Agent")
+"""What a pack may want to know of who opens a websocket."""
+
 
 class Target(Protocol):
     """The worker that routes lead to."""
@@ -115,8 +118,11 @@ class Forwarder:
             return response
 
     async def _websocket(self, request: web.Request, raw: str) -> web.StreamResponse:
-        async with self.session().ws_connect(f"http://worker{raw}", max_msg_size=0) as theirs:
-            ours = web.WebSocketResponse(max_msg_size=0)
+        headers = [(name, value) for name, value in request.headers.items() if name in HANDSHAKE]
+        wanted = [part.strip() for part in request.headers.get("Sec-WebSocket-Protocol", "").split(",") if part.strip()]
+        async with self.session().ws_connect(f"http://worker{raw}", max_msg_size=0, protocols=wanted, headers=headers) as theirs:
+            # A browser gives up if it has asked for protocols and gets none.
+            ours = web.WebSocketResponse(max_msg_size=0, protocols=[theirs.protocol] if theirs.protocol else [])
             await ours.prepare(request)
 
             async def pump(source: Any, sink: Any) -> None:

@@ -79,3 +79,38 @@ def test_an_answer_that_breaks_off_does_so_here_too(answer):
 def test_a_worker_that_answers_nothing_is_named():
     status, text = asyncio.run(ask(Target(b"")))
     assert status == 502 and b"worker packs did not answer" in text
+
+
+class Application(Target):
+    """A worker with one websocket that says what it was opened with."""
+
+    def __init__(self):
+        super().__init__(b"")
+
+    async def http(self, sock: socket.socket) -> None:
+        async def open_(request: web.Request) -> web.WebSocketResponse:
+            ws = web.WebSocketResponse(protocols=["second"])
+            await ws.prepare(request)
+            await ws.send_str(request.headers.get("Cookie", ""))
+            await ws.close()
+            return ws
+        app = web.Application()
+        app.router.add_get("/pack", open_)
+        self.runner = web.AppRunner(app)
+        await self.runner.setup()
+        await asyncio.get_running_loop().connect_accepted_socket(self.runner.server, sock.dup())
+
+
+def test_a_websocket_keeps_its_protocol_and_its_cookies():
+    async def opened() -> tuple[str | None, str]:
+        target = Application()
+        forwarder = Forwarder(target)
+        app = web.Application()
+        app.router.add_get("/pack", forwarder.handler("/pack"))
+        async with TestClient(TestServer(app)) as client:
+            async with client.ws_connect("/pack", protocols=["first", "second"], headers={"Cookie": "user=1"}) as ws:
+                said = ws.protocol, await ws.receive_str(timeout=SECONDS)
+        await forwarder.close()
+        await target.runner.cleanup()
+        return said
+    assert asyncio.run(opened()) == ("second", "user=1")
