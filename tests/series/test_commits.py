@@ -20,7 +20,6 @@ def test_each_commit_stands_on_its_own(fork, tmp_path, order):
 
 def test_each_commit_passes_comfyuis_own_linter(fork, tmp_path):
     """Its configuration is in the tree; an import that only a later commit uses is a finding, for example."""
-    pytest.importorskip("ruff")
     git.run("clone", "--quiet", "--no-checkout", str(fork.path), str(tmp_path / "tree"))
     for patch, commit in zip(series.load(), commits(fork), strict=True):
         git.run("checkout", "--quiet", "--detach", commit, cwd=tmp_path / "tree")
