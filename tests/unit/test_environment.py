@@ -113,6 +113,15 @@ def test_an_environment_that_works_is_left_alone(fresh: Path) -> None:
     assert mine.exists() and said == []
 
 
+def with_interpreter(folder: Path, script: str) -> Environment:
+    """An environment whose interpreter is that shell script."""
+    env = Environment(folder)
+    env.python.parent.mkdir()
+    env.python.write_text(f"#!/bin/sh\n{script}\n")
+    env.python.chmod(0o755)
+    return env
+
+
 def test_an_environment_without_pip_gets_it_and_keeps_what_is_in_it(tmp_path: Path) -> None:
     """As `uv venv` makes them."""
     folder = tmp_path / ".venv"
@@ -123,10 +132,7 @@ def test_an_environment_without_pip_gets_it_and_keeps_what_is_in_it(tmp_path: Pa
 
 
 def test_an_environment_that_cannot_be_used_is_not_deleted(tmp_path: Path) -> None:
-    env = Environment(tmp_path)
-    env.python.parent.mkdir()
-    env.python.write_text("#!/bin/sh\ncase $2 in pass) exit 0;; esac\nexit 1\n")
-    env.python.chmod(0o755)
+    env = with_interpreter(tmp_path, "case $2 in pass) exit 0;; esac\nexit 1")
     with pytest.raises(TargetError, match="older Python.*move it away"):
         env.create(quiet)
     assert env.python.exists()
@@ -168,10 +174,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.name == "nt", reason="the stand-in interpreter is a shell script")
 def test_a_disk_that_fills_up_while_installing(tmp_path: Path) -> None:
-    env = Environment(tmp_path)
-    env.python.parent.mkdir()
-    env.python.write_text("#!/bin/sh\ncase \"$*\" in *install*) echo 'ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device'; exit 1;; *-c*json*) exit 1;; esac\n")
-    env.python.chmod(0o755)
+    env = with_interpreter(tmp_path, "case \"$*\" in *install*) echo 'ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device'; exit 1;; *-c*json*) exit 1;; esac")
     with pytest.raises(ToolError, match="because the disk is full"):
         env.ensure(["x"], quiet)
 
