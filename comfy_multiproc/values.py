@@ -440,7 +440,7 @@ class Codec:
                 trimmed = now
                 self.pool.trim()
                 self._attachments.trim(self.pool.idle_seconds)
-        self._attachments.close()       # what was recycled since is not expected again
+        self._attachments.close()       # here, where they are recycled: none comes back after it
 
     def _note(self, notice: dict[str, Any], event: tuple[Any, ...]) -> None:
         kind = event[0]
@@ -484,7 +484,6 @@ class Codec:
             if owner == self.handles.process:
                 self.handles.release(id_)
         self._over.set()
-        self._attachments.close()
         self._events.put(("closed",))
 
 
